@@ -1,6 +1,9 @@
 """gpt-oss' expert weights: files as they were published become MXArrays of the same bytes."""
 
+import contextlib
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -247,3 +250,32 @@ def test_progress(folder, capsys, monkeypatch):
     assert len(lines) > 8
     gpt_oss.load_experts(folder[0], 0)
     assert not capsys.readouterr().err
+
+
+def test_what_was_read_leaves_the_memory(tmp_path, monkeypatch):
+    """Tensors are mapped; pages of one that was read do not stay while the next one is."""
+    path, smaps = tmp_path / "model.safetensors", Path("/proc/self/smaps")
+    if not smaps.exists():
+        pytest.skip("the memory of mappings is not told here")
+    jax_mx.save_safetensors(layer_of(0, experts=400), path)
+    resident = []
+
+    def say(*_):
+        mappings = smaps.read_text().split(str(path))[1:]
+        resident.append(sum(int(re.search(r"Rss: +(\d+)", text)[1]) for text in mappings))
+
+    monkeypatch.setattr(gpt_oss, "progress_of", lambda *_: contextlib.nullcontext(say))
+    gpt_oss.load_experts(path, 0)
+    assert len(resident) == 6 and max(resident) < path.stat().st_size / 1024 / 4
+
+
+def test_blocks_of_float4(tmp_path):
+    """Two codes in a byte, called so."""
+    layer = layer_of(0)
+    path = tmp_path / "w"
+    codes = {k: np.stack([v & 15, v >> 4], -1) for k, v in layer.items() if k.endswith("blocks")}
+    codes = {
+        k: v.reshape(*v.shape[:-2], 32).view(ml_dtypes.float4_e2m1fn) for k, v in codes.items()
+    }
+    jax_mx.save_safetensors(layer | codes, path)
+    assert_loaded(gpt_oss.load_experts(path, 0), layer)

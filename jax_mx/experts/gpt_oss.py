@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import numpy as np
 
 from jax_mx.arrays.checks import shown, whole
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1
-from jax_mx.ops.checkpoints import dtype_of, header_of
+from jax_mx.ops.checkpoints import FLOAT4, dtype_of, header_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.progress import progress as progress_of
 
@@ -156,9 +156,11 @@ class _Files:
         if name not in header:
             raise ValueError(f"{OP}: the index says that {file} has {name!r}; it does not")
         entry = header[name]
-        dtype = dtype_of(OP, name, entry["dtype"])
+        dtype, shape = dtype_of(OP, name, entry["dtype"]), tuple(entry["shape"])
+        if dtype == FLOAT4:
+            dtype, shape = np.dtype(np.uint8), (*shape[:-1], shape[-1] // 2)
         begin = start + entry["data_offsets"][0]
-        return np.memmap(file, dtype, "r", begin, tuple(entry["shape"]))
+        return np.memmap(file, dtype, "r", begin, shape)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -256,7 +258,7 @@ class _Layer(NamedTuple):
             each = {
                 part: self._array(f"{word}_{part}", array, shardings.get(name), told)
                 for part, array in (
-                    ("blocks", blocks.reshape(*blocks.shape[:2], -1)),
+                    ("blocks", cast(np.memmap, blocks.reshape(*blocks.shape[:2], -1))),
                     ("scales", scales),
                 )
             }
@@ -272,7 +274,7 @@ class _Layer(NamedTuple):
         )
 
     def _array(
-        self, word: str, tensor: np.ndarray, sharding: jax.sharding.Sharding | None, told: _Told
+        self, word: str, tensor: np.memmap, sharding: jax.sharding.Sharding | None, told: _Told
     ) -> jax.Array:
         """A tensor on its devices, each of which gets its own part."""
         read = partial(told.copied, self.names[word], tensor)
@@ -319,9 +321,11 @@ class _Told:
         """Takes what says so."""
         self.say, self.done = say, 0
 
-    def copied(self, name: str, tensor: np.ndarray, index: Any) -> np.ndarray:
+    def copied(self, name: str, tensor: np.memmap, index: Any) -> np.ndarray:
         """A part of a tensor, read in chunks of its first dimension."""
-        part = tensor[index]
+        # Mapped anew: what was read leaves the memory with this mapping.
+        path = str(tensor.filename)
+        part = np.memmap(path, tensor.dtype, "r", tensor.offset, tensor.shape)[index]
         out = np.empty(part.shape, part.dtype)
         step = max(1, CHUNK // max(part[:1].nbytes, 1))
         for at in range(0, len(part), step):

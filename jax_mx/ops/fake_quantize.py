@@ -132,15 +132,8 @@ def _fake_quantize(x: jax.Array, data: Data, *, plan: Plan, clip: bool) -> jax.A
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _nans_alike(y: jax.Array, dtype: np.dtype) -> jax.Array:
-    """y in a dtype, each NaN with the bits that `dequantize` gives it.
-
-    As integers: XLA's CPU gives NaNs of bfloat16 its own bits wherever it chooses among floats.
-    """
-    y = y.astype(dtype)
-    bits = np.dtype(f"uint{8 * dtype.itemsize}")
-    nan = np.array(np.iinfo(bits).max >> 1, bits)
-    found = jnp.where(jnp.isnan(y), nan, jax.lax.bitcast_convert_type(y, bits))
-    return jax.lax.bitcast_convert_type(found, dtype)
+    """y in a dtype, each NaN with the bits that `dequantize` gives it."""
+    return reference.one_nan(y.astype(dtype))
 
 
 @_nans_alike.defjvp

@@ -25,9 +25,9 @@ class Normed(NamedTuple):
     """What `rms_norm` gives; None for what was not asked for.
 
     Attributes:
-      floats: (..., K), of x's dtype; what bits a NaN has is the device's.
+      floats: (..., K), of x's dtype; a NaN has the bits that `MXArray.dequantize` gives it.
       quantized: an `MXArray`; or a pair, as `quantize_both` gives it.
-      sum: x + residual, of x's dtype; NaNs likewise, as of any addition.
+      sum: x + residual, of x's dtype; NaNs likewise.
       factors: float32 (...,), by which rows were multiplied: 1 / sqrt(mean(x^2) + eps).
     """
 
@@ -192,7 +192,13 @@ def _weights(weight: Any, length: int) -> jax.Array:
 
 @partial(jax.jit, static_argnums=0)
 def _normed(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    return _normed_vjp(eps, x, residual, weight)
+    return _normed_vjp(eps, *_reverse_only((x, residual, weight)))
+
+
+_reverse_only = partial(
+    jax.tree.map,
+    primitive.reverse_only("rms_norm", ", and second ones of it: jax.jacrev of jax.grad"),
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -204,7 +210,7 @@ def _normed_vjp(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
 
 
 def _normed_fwd(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    out: Any = _normed_vjp(eps, x, residual, weight)
+    out: Any = _normed_vjp(eps, *_reverse_only((x, residual, weight)))
     return out, (*out[1:], weight, None if residual is None else ())
 
 
@@ -233,7 +239,7 @@ _normed_vjp.defvjp(_normed_fwd, _normed_bwd)
 @partial(jax.jit, static_argnums=0)
 def _known(eps: float, given: tuple, x: jax.Array, residual: Any, weight: Any) -> tuple:
     """What is given, that is what `_normed` gives, with its derivative."""
-    return _known_vjp(eps, given, x, residual, weight)
+    return _known_vjp(eps, given, *_reverse_only((x, residual, weight)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -243,8 +249,9 @@ def _known_vjp(eps: float, given: tuple, x: jax.Array, residual: Any, weight: An
 
 
 def _known_fwd(eps: float, given: tuple, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    del eps, x
-    return given, (*given[1:], weight, None if residual is None else ())
+    # Second derivatives reach what is kept.
+    out: Any = _known_vjp(eps, given, *_reverse_only((x, residual, weight)))
+    return out, (*out[1:], weight, None if residual is None else ())
 
 
 def _known_bwd(eps: float, kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple:
