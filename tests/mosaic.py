@@ -129,10 +129,19 @@ def _teach() -> None:
     gpu_callbacks.TcGen05Mma.__call__ = multiplied
 
 
-def executed(function, *args, **params):
-    """What a function of JAX gives whose Pallas kernels are executed on the CPU."""
+def executed(function, **params):
+    """A jitted function of JAX whose Pallas kernels are executed on the CPU.
+
+    Each program is compiled once; `params` are those of the interpreter.
+    """
     from jax._src.pallas.mosaic_gpu.interpret import params as interpret
 
     _teach()
-    with interpret.force_gpu_interpret_mode(interpret.InterpretGPUParams(**params)):
-        return jax.jit(lambda *own: function(*own))(*args)
+    # Another function each time: JAX keeps no program that it traced without the interpreter.
+    jitted = jax.jit(lambda *args: function(*args))
+
+    def run(*args):
+        with interpret.force_gpu_interpret_mode(interpret.InterpretGPUParams(**params)):
+            return jitted(*args)
+
+    return run

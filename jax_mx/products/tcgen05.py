@@ -8,7 +8,6 @@ float32, in tensor memory.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -78,7 +77,7 @@ def depth_of(dtype: Any, align: int = 0) -> int:
 
 
 def product(
-    lhs: Side, rhs: Side, items: Items, matrices: int, dtype: Any, depth: int
+    lhs: Side, rhs: Side, items: Items, matrices: int, dtype: Any, depth: int, turn: int = 0
 ) -> jax.Array:
     """The matrices of the result, (matrices, rows of lhs, rows of rhs).
 
@@ -89,6 +88,7 @@ def product(
       matrices: of the result.
       dtype: of the result.
       depth: how many elements one step contracts, see `depth_of`.
+      turn: after how many steps an item goes on with the next matrix of both; 0: it does not.
     """
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -102,7 +102,7 @@ def product(
         if side.scales is not None:
             operands[name] = side.scales.reshape(*side.scales.shape[:-1], 32, 16)
     kernel = plgpu.kernel(
-        _body([*operands], across, width, depth),
+        _body([*operands], (across, width, depth, turn)),
         out_type=jax.ShapeDtypeStruct((matrices, rows, wide), dtype),
         grid=(across * count,),
         grid_names=("tile",),
@@ -148,8 +148,9 @@ def _scratch(
     return scratch
 
 
-def _body(names: list[str], across: int, width: int, depth: int) -> Callable[..., None]:
+def _body(names: list[str], lengths: tuple[int, int, int, int]) -> Callable[..., None]:
     """The kernel, of operands of these names."""
+    across, width, depth, turn = lengths
     import jax.experimental.pallas as pl
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
@@ -160,13 +161,14 @@ def _body(names: list[str], across: int, width: int, depth: int) -> Callable[...
         own = Items(*(table[item * fields + i] for i in range(fields)))
 
         def fetch(step: Any, slot: Any) -> None:
-            k, tiles = own.first + step, width // ROWS
+            matrix = step // turn if turn else 0
+            k, tiles = own.first + step - matrix * turn, width // ROWS
             elements, blocks = pl.ds(k * depth, depth), pl.ds(k * (depth // ROWS), depth // ROWS)
             parts = {
-                "a": (own.lhs, pl.ds(own.tile * ROWS, ROWS), elements),
-                "b": (own.rhs, pl.ds(column * width, width), elements),
-                "a_scales": (own.lhs, pl.ds(own.tile, 1), blocks),
-                "b_scales": (own.rhs, pl.ds(column * tiles, tiles), blocks),
+                "a": (own.lhs + matrix, pl.ds(own.tile * ROWS, ROWS), elements),
+                "b": (own.rhs + matrix, pl.ds(column * width, width), elements),
+                "a_scales": (own.lhs + matrix, pl.ds(own.tile, 1), blocks),
+                "b_scales": (own.rhs + matrix, pl.ds(column * tiles, tiles), blocks),
             }
             for name, operand in zip(names, operands, strict=True):
                 target, barrier = scratch[name].at[slot], scratch["filled"].at[slot]
@@ -198,7 +200,7 @@ def _multiply(steps: Any, fetch: Callable[[Any, Any], None], scratch: dict[str, 
     def multiply(step: Any, slot: Any, factors: list[Any]) -> None:
         for name, target in zip(("a_scales", "b_scales"), factors, strict=False):
             plgpu.async_copy_scales_to_tmem(scratch[name].at[slot], target)
-        a, b = scratch["a"].at[slot], plgpu.transpose_ref(scratch["b"].at[slot], (1, 0))
+        a, b = scratch["a"].at[slot], scratch["b"].at[slot].transpose((1, 0))
         scales = dict(zip(("a_scale", "b_scale"), factors, strict=False))
         sums, accumulate = scratch["sums"], step > 0
         plgpu.tcgen05_mma(sums, a, b, consumed.at[slot], accumulate=accumulate, **scales)
