@@ -57,3 +57,42 @@ def test_dense_products_are_exact(format, shape):
     x, w = (integers(rng(), (rows, k), format) for rows in (m, n))
     y = multiplied(numbers(), tiled(x), tiled(w))
     assert_equal(y, wanted(x, w), f"{format.name} {shape}")
+
+
+@executed
+def test_every_number_of_rows():
+    """From 0 to 300: rows behind the groups are zero, and no other group's row is written."""
+    x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(), (2, 136, 160), MXFP8_E4M3)
+    own = numbers(axes=(1, 2), groups=ROWS)
+    for m in range(0, 301, 7):
+        sizes = [m // 3, m - m // 3]
+        assert_equal(multiplied(own, tiled(x), tiled(w), sizes), wanted(x, w, sizes), f"{m} rows")
+
+
+@executed
+@each_format
+def test_groups(format):
+    x, w = integers(rng(), (300, 288), format), integers(rng(), (6, 136, 288), format)
+    own = numbers(axes=(1, 2), groups=ROWS)
+    for sizes in ([50] * 6, [0, 0, 300, 0, 0, 0], [1, 0, 127, 128, 1, 43], [0, 40, 0, 88, 0, 3], [0] * 6, [400, 9, 9, 9, 9, 9]):
+        assert_equal(multiplied(own, tiled(x), tiled(w), sizes), wanted(x, w, sizes), f"{sizes}")
+
+
+@executed
+@each_format
+def test_sums(format):
+    x, w = integers(rng(), (136, 640), format), integers(rng(), (260, 640), format)
+    own = numbers(axes=(1, 1), groups=SUMS, align=128)
+    for sizes in ([128, 0, 384, 128], [0, 0, 640, 0], [256, 128, 0, 0], [0] * 4):
+        y = multiplied(own, tiled(x), tiled(w), sizes)
+        assert_equal(y, wanted(x, w, sizes, sums=True), f"{sizes}")
+
+
+@executed
+@pytest.mark.parametrize("align", [32, 128])
+def test_floats(align):
+    x, w = (jnp.asarray(rng().integers(-3, 4, (rows, 320)), jnp.bfloat16) for rows in (136, 260))
+    own = numbers(axes=(1, 1), groups=SUMS, align=align)
+    sizes = [128, 0, 192, 0] if align == 32 else [128, 0, 128, 0]
+    y = multiplied(own, x, w, sizes, reads_floats=True)
+    assert_equal(y, wanted(x.mT, w.mT, sizes, sums=True), f"{sizes}")
