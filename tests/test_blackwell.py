@@ -74,7 +74,14 @@ def test_every_number_of_rows():
 def test_groups(format):
     x, w = integers(rng(), (300, 288), format), integers(rng(), (6, 136, 288), format)
     own = numbers(axes=(1, 2), groups=ROWS)
-    for sizes in ([50] * 6, [0, 0, 300, 0, 0, 0], [1, 0, 127, 128, 1, 43], [0, 40, 0, 88, 0, 3], [0] * 6, [400, 9, 9, 9, 9, 9]):
+    for sizes in (
+        [50] * 6,
+        [0, 0, 300, 0, 0, 0],
+        [1, 0, 127, 128, 1, 43],
+        [0, 40, 0, 88, 0, 3],
+        [0] * 6,
+        [400, 9, 9, 9, 9, 9],
+    ):
         assert_equal(multiplied(own, tiled(x), tiled(w), sizes), wanted(x, w, sizes), f"{sizes}")
 
 
