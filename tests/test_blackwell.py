@@ -148,7 +148,7 @@ def test_groups_that_are_contracted(pair):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("align", [32, 128, 0])
 def test_floats_over_groups(align):
-    """Of floats that are contracted, groups begin at multiples of 32."""
+    """Groups of floats that are contracted begin at multiples of 32."""
     if align:
         x, w = random_floats(rng(), (320, 136)), random_floats(rng(1), (320, 259))
         sizes = [128, 0, 192, 0] if align == 32 else [128, 0, 128, 0]
@@ -227,7 +227,7 @@ def without_wait(monkeypatch):
 
     def one_buffer(*args):
         own = scratch(*args)
-        own["factors"] = own["factors"][:1]
+        own["factors"] = own["factors"][:1] * 2
         return own
 
     monkeypatch.setattr(tcgen05, "_scratch", one_buffer)
@@ -392,7 +392,8 @@ def test_an_older_jax_takes_its_own_kernels(on_blackwell, monkeypatch):
     )
     chosen = decided(call(x, stack, axes=(1, 2)), "cuda", ["sm_100"])
     assert chosen.name == "blackwell"
-    assert blackwell.layout_for([x]).name == "row_major" and blackwell.align_for([x]) == 1
+    assert blackwell.layout_for_trace().name == "row_major"
+    assert blackwell.align_for_trace() == 1
 
 
 def test_explain_needs_no_chip(on_blackwell):

@@ -21,7 +21,7 @@ _BINARIES = ("matmul", "wgrad")
 
 
 def multiplying() -> list[dict[str, Any]]:
-    """Of each arch, what serves products in MXFP8 and how its kernels were executed."""
+    """For each arch, what serves products in MXFP8 and how its kernels were executed."""
     found = []
     for archs in ARCHS.values():
         for arch, chips in archs.items():

@@ -31,7 +31,7 @@ from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessin
 from jax_mx.ops.quantizing import WithSums, called
 from jax_mx.ops.requantize import requantize
 from jax_mx.products.arrangements import Arrangement, padded
-from jax_mx.products.blackwell import layout_for
+from jax_mx.products.blackwell import layout_for_trace
 
 
 class Use(NamedTuple):
@@ -337,7 +337,7 @@ class Unquantized:
         """Where scales lie: of square blocks and of gradients kernels write them in rows alone."""
         own = self.activation.own if self._has_sums else self.activation
         alone = self.blocks.square or getattr(own, "gradient", None) is not None
-        return ROW_MAJOR if alone else layout_for([self.x])
+        return ROW_MAJOR if alone else layout_for_trace()
 
     def _floats(self, x: jax.Array) -> jax.Array:
         """In bfloat16 what `quantize` would quantize."""
@@ -414,7 +414,7 @@ class Moved(Unquantized):
                     axis=axis,
                     transpose=True,
                     scaling=self.blocks.scaling,
-                    scale_layout=layout_for([self.x.values]),
+                    scale_layout=layout_for_trace(),
                     window=use.window,
                     hadamard=use.hadamard,
                     rounding=use.rounding,
