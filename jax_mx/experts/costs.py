@@ -7,11 +7,15 @@ from typing import NamedTuple
 from jax_mx.experts.rounds import Limits
 
 GATHER, ROUNDS = WAYS = ("gather", "rounds")
-# Microseconds. Four H100s, JAX 0.11.2, rows of 7,168 bytes, 2026-11-27: an all-gather of which
-# 352 MB arrived took 1,304 us, an all-to-all of 176 MB 913 us; HBM as its copy measures it.
-GATHERED_MB, EXCHANGED_MB, MEMORY_MB = 3.7, 5.2, 0.4
-LAUNCHES = 100.0  # of rounds: eight launches more, and both passes wait for a number of rounds
-SLOT_BYTES = 10  # an element of a slot is written and read so often, both passes together
+# Microseconds a megabyte, on four H100s with JAX 0.11.2, 2026-11-27: of what arrives, gathered and
+# scattered, or exchanged; of what slots are written and read. The layer (D 7168, I 2048, 8 experts,
+# forward and backward, "auto") then took, in microseconds:
+#   T a device, k   gather   rounds        T a device, k   gather   rounds
+#   16384, 2         23842    15792        16384, 1         15443     8698
+#   4096, 2           6306     4576        4096, 1           4470     2669
+GATHERED_MB, EXCHANGED_MB, MEMORY_MB = 3.9, 4.3, 0.4
+SLOT_BYTES = 18  # an element of a slot, forward and backward
+LAUNCHES = 100.0  # of rounds: eight more, and both passes wait for a number of rounds
 
 
 class Cost(NamedTuple):

@@ -81,13 +81,18 @@ def moe(
     (see `dot_general`): tokens and the result's gradient as they are gathered into slots, sorted by
     expert. Kept for the backward pass, in MX: the tokens along slots, and gate and up.
 
-    With `expert_axis`, tokens and experts are split over it: tokens move to all shards of the axis
-    as codes and scales, each shard's experts take theirs, and a reduce-scatter of floats adds up
-    what they give. With wire="mx" the gradients of both matrices read what was quantized twice, to
-    be moved and then along slots, so that they differ a little from one device's. Inside
-    `jax.shard_map` over that axis, arguments are a shard's; elsewhere they are whole arrays, on the
-    mesh that `jax.set_mesh` has set, with automatic or explicit axes, and this maps the layer over
-    their shards.
+    With `expert_axis`, tokens and experts are split over it, and tokens move to shards of the axis
+    as codes and scales, by one of two ways. All shards gather all tokens, each shard's experts take
+    theirs, and a reduce-scatter of floats adds up what they give. Or tokens travel to the shards
+    that have their experts, in as many rounds of an all-to-all as the fullest shard needs; memory
+    is that of a round. The first round has room for an eighth more than an even routing sends, and
+    keeps what the backward pass reads; that computes further rounds again.
+
+    With wire="mx" the gradients of both matrices read what was quantized twice, to be moved and
+    then along slots, so that they differ a little from one device's. Inside `jax.shard_map` over
+    that axis, arguments are a shard's; elsewhere they are whole arrays, on the mesh that
+    `jax.set_mesh` has set, with automatic or explicit axes, and this maps the layer over their
+    shards.
 
     Args:
       x: (T, D): bfloat16, float16 or float32. 32 divides D.
@@ -119,6 +124,10 @@ def moe(
         `expert_axis` is added. Inputs without one: every device has all experts, for its tokens.
       wire: how tokens and gradients move along it: "mx", or "floats", which are quantized after
         they arrived; so are those of products in bfloat16, or with a Hadamard transform.
+      way: how tokens reach their experts' shards: "gather", all shards gather all tokens;
+        "rounds", a token travels only to shards that have its experts, in rounds of a fixed number
+        of rows. None: the one that costs less, of bytes and launches; `explain` says which, and
+        why.
       precision: of all grouped products, see `dot_general`.
       implementation: likewise, see `ragged_dot`; or None.
 

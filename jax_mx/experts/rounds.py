@@ -3,7 +3,7 @@
 A shard sorts its rows by where they go. In a round it sends every shard the next few of its rows,
 by an all-to-all whose shape is fixed; the results of these rows come back before the next round. A
 round is also bounded by choices, so that slots suffice for what arrives, whatever the routing. The
-first round holds what an even routing needs, and a fifth more; further rounds are a loop of a
+first round holds what an even routing needs, and an eighth more; further rounds are a loop of a
 quarter's rows. All shards of the axis walk as many rounds as the one that needs most.
 """
 
@@ -47,8 +47,8 @@ class Limits(NamedTuple):
 
 
 def _enough(mean: float) -> int:
-    """A fifth more than the mean, or four deviations of a random routing if those are more."""
-    return -(-math.ceil(mean + max(mean / 5, 4 * math.sqrt(mean))) // 8) * 8
+    """An eighth more than the mean, or four deviations of a random routing if those are more."""
+    return -(-math.ceil(mean + max(mean / 8, 4 * math.sqrt(mean))) // 8) * 8
 
 
 @partial(
