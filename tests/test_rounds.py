@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_moe
-from helpers import assert_refused, on_eight
+from helpers import assert_refused, on_eight, with_table
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from moe_oracle import Layer
-from test_moe_sharding import placed, with_gradients
+from test_moe_sharding import DOCS, placed, with_gradients
 
 import jax_mx
 from jax_mx import MXFP8
@@ -162,23 +162,68 @@ def lowered(e: int, k: int, way: str | None, experts: int = 64, passes: str = "f
         return jax.jit(call).trace(*args).lower(lowering_platforms=("cpu",)).as_text()
 
 
-def arriving(text: str, e: int) -> int:
-    """Bytes of the first round's rows that arrive from other devices, codes and scales."""
-    found = re.findall(r"all_to_all.*-> tensor<(\d+)x(\d+)xui8>", text)[:2]
-    return sum(int(rows) * int(width) for rows, width in found) * (e - 1) // e
+# e and k: the way that is taken, bytes of tokens that arrive on a device, slots
+CELLS = {
+    (2, 1): ("rounds", 19464192, 18432),
+    (2, 2): ("rounds", 29365248, 36864),
+    (2, 8): ("rounds", 34603008, 147456),
+    (4, 1): ("rounds", 29196288, 18432),
+    (4, 2): ("rounds", 51448320, 36864),
+    (4, 8): ("rounds", 103809024, 147456),
+    (8, 1): ("rounds", 34062336, 18432),
+    (8, 2): ("rounds", 64458240, 36864),
+    (8, 8): ("rounds", 185095680, 147456),
+    (16, 1): ("rounds", 36495360, 18432),
+    (16, 2): ("rounds", 71470080, 36864),
+    (16, 8): ("rounds", 246597120, 147456),
+    (32, 1): ("rounds", 39806976, 19456),
+    (32, 2): ("rounds", 74899968, 36864),
+    (32, 8): ("rounds", 285457920, 147456),
+    (64, 1): ("rounds", 42577920, 20480),
+    (64, 2): ("rounds", 80898048, 38912),
+    (64, 8): ("rounds", 306561024, 147456),
+}
+
+
+def cell(e: int, k: int, way: str | None = None) -> tuple[str, int, int]:
+    """The same, of the lowered program."""
+    text = lowered(e, k, way)
+    found = re.findall(r"(all_to_all|all_gather)\"[^\n]*-> tensor<(\d+)x(\d+)xui8>", text)[:2]
+    size = sum(int(rows) * int(width) for _, rows, width in found) * (e - 1) // e
+    taken = ROUNDS if found[0][0] == "all_to_all" else GATHER
+    slots = max(map(int, re.findall(rf"tensor<(\d+)x{INNER}xf8E4M3FN>", text)))
+    return taken, size, slots
 
 
 @pytest.mark.parametrize(
     ("e", "k"),
-    [(64, 2), *(pytest.param(e, k, marks=pytest.mark.thorough)
-                for e in (8, 16, 64) for k in (1, 2, 8) if (e, k) != (64, 2))],
-)  # fmt: skip
-def test_bytes_are_those_of_the_devices_that_want_a_token(e, k):
-    """A quarter more at most, of an even routing, which one round serves."""
+    [pytest.param(*at, marks=[pytest.mark.thorough] * (at != (64, 2))) for at in CELLS],
+)
+def test_what_arrives(e, k):
+    """By rounds of an even routing a quarter more, at most, than the devices that want a token."""
+    assert cell(e, k) == CELLS[e, k]
     misses = np.prod([(64 - 64 // e - i) / (64 - i) for i in range(k)])
     distinct = (e - 1) * (1 - misses)  # remote devices of a token
-    got = arriving(lowered(e, k, "rounds"), e)
-    assert got <= 1.25 * distinct * TOKENS * WIDTH * 33 / 32
+    _, arrives, slots = CELLS[e, k] if CELLS[e, k][0] == ROUNDS else cell(e, k, ROUNDS)
+    assert arrives <= 1.25 * distinct * TOKENS * WIDTH * 33 / 32
+    assert slots <= 1.25 * TOKENS * k
+
+
+def table() -> list[str]:
+    """The part of docs/sharding.md on many devices."""
+    lines = ["| e | " + " | ".join(f"k = {k}" for k in (1, 2, 8)) + " | all gather |"]
+    lines.append("|---|---|---|---|---|")
+    for e in (2, 4, 8, 16, 32, 64):
+        each = [CELLS[e, k] for k in (1, 2, 8)]
+        texts = [f"{way}: {size / 1e6:.1f} MB, {slots:,} slots" for way, size, slots in each]
+        size = (e - 1) * TOKENS * WIDTH * 33 / 32e6
+        lines.append(f"| {e} | {' | '.join(texts)} | {size:,.1f} MB, {e * TOKENS:,} k slots |")
+    return lines
+
+
+def test_the_table_is_current():
+    text = DOCS.read_text()
+    assert text == with_table(text, "rounds", table()), "run python tests/test_rounds.py"
 
 
 @pytest.mark.parametrize("k", [1, 2, 8])
@@ -233,3 +278,7 @@ def test_the_cheaper_way_is_taken_and_explained():
             assert note.startswith("moe over 'expert': " + said) and "MB arrive" in note
         bad = functools.partial(jax_mx.moe, *args, expert_axis="expert", way="fast")
         assert_refused(bad, ValueError, "moe: way")
+
+
+if __name__ == "__main__":
+    DOCS.write_text(with_table(DOCS.read_text(), "rounds", table()))
