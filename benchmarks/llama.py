@@ -61,7 +61,7 @@ class Sizes:
     vocabulary: int = 32768
 
     @property
-    def products(self) -> dict[str, tuple[int, int]]:
+    def products(self) -> Mapping[str, tuple[int, ...]]:
         """The weights that a layer multiplies by, (in, out)."""
         queries, keys = self.heads * self.head, self.kv_heads * self.head
         return {
@@ -74,9 +74,14 @@ class Sizes:
             "down": (self.inner, self.width),
         }
 
+    @property
+    def multiplied(self) -> int:
+        """Weights of a layer that a token meets."""
+        return sum(k * n for k, n in self.products.values())
+
     def flop(self, tokens: int, length: int) -> float:
         """Operations of a step's products and causal attention, what is computed again left out."""
-        weights = self.layers * sum(k * n for k, n in self.products.values())
+        weights = self.layers * self.multiplied
         weights += self.width * self.vocabulary
         attention = self.layers * self.heads * self.head * length  # half of both products
         return 6.0 * tokens * (weights + attention)
@@ -348,7 +353,7 @@ class Model:
             return jax.random.normal(next(keys), shape, jnp.float32) * scale
 
         layers = {
-            name: normal(s.layers, *shape, scale=shape[0] ** -0.5)
+            name: normal(s.layers, *shape, scale=shape[-2] ** -0.5)
             for name, shape in s.products.items()
         }
         layers |= {name: jnp.ones((s.layers, 1, s.width)) for name in ("norm", "mlp_norm")}
@@ -387,6 +392,10 @@ class Model:
         y = self.split.locally(attention, q, k, v).reshape(batch, length, -1)
         return self.way.product(self.split, self.split.rows(y), w["o"], scales.get("o"))
 
+    def mlp(self, x: jax.Array, w: Weights, scales: Weights) -> jax.Array:
+        """Behind attention, of normed tokens."""
+        return self.way.mlp(self.split, x, w, scales)
+
     def layer(self, x: jax.Array, w: Weights, scales: Weights) -> jax.Array:
         """One layer of tokens (batch, length, width), in bfloat16."""
         w = {  # codes stay
@@ -395,7 +404,7 @@ class Model:
         }
         rows = self.split.rows
         x = rows(x + self.attend(rows(normed(x, w["norm"])), w, scales))
-        return rows(x + self.way.mlp(self.split, rows(normed(x, w["mlp_norm"])), w, scales))
+        return rows(x + self.mlp(rows(normed(x, w["mlp_norm"])), w, scales))
 
     def _mean_loss(self, weights: Weights, scales: Any, text: jax.Array) -> jax.Array:
         layer = CHECKPOINTS[self.checkpoint](self.layer)
