@@ -25,7 +25,6 @@ from jax_mx import Recipe
 
 Weights = Mapping[str, Any]
 AXIS = "fsdp"
-INNER = bool(os.environ.get("INNER"))
 CHECKPOINTS: Mapping[
     str, Callable[..., Any]
 ] = {  # what of a layer its backward pass computes again
@@ -274,10 +273,8 @@ class Ours(Way):
         """Quantized, where that is asked for."""
         if not self.once:
             return weights
-
-        return jax_mx.quantize_weights(
-            weights, self.recipe, stacked=1
-        )  # norms have one row, and stay
+        # Norms have one row, and stay.
+        return jax_mx.quantize_weights(weights, self.recipe, stacked=1)
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
         """By `jax_mx.matmul`."""
