@@ -196,16 +196,11 @@ class Peer(NamedTuple):
 
 _LAST, _FLOATS = ("axis -1", "axis -2 transposed"), ("bfloat16", "float32")
 PEERS: dict[str, Peer] = {
-    "to_mx, torch.compile": Peer(
-        to_mx,
-        (*_LAST, "both transposed", "dequantize"),
-        dtypes=_FLOATS,
-        formats=("mxfp8_e4m3", "mxfp8_e5m2"),
-        scalings=("floor", "rceil", "ceil"),
-    ),
+    "to_mx, torch.compile": Peer(to_mx, (*_LAST, "both transposed", "dequantize"), dtypes=_FLOATS,
+        formats=("mxfp8_e4m3", "mxfp8_e5m2"), scalings=("floor", "rceil", "ceil")),
     "Triton": Peer(triton, _LAST),
     "CuTeDSL": Peer(cutedsl, (*_LAST, "square", "square transposed"), dtypes=_FLOATS),
-}
+}  # fmt: skip
 PRODUCTS: dict[str, Peer] = {  # of products.py: forms are kinds of its cases
     **{
         f"cuBLASLt 1x128, W {name}": Peer(

@@ -382,18 +382,12 @@ def plain_and_shuffled(**options):
     "options",
     [
         {"both": True, "scale_layout": "shuffled_32x8"},  # as AITER's GEMMs read them
-        *(
-            pytest.param(options, marks=pytest.mark.thorough)
-            for options in (
-                {"both": True},
-                {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"},
-                {"axis": 0, "transpose": True},
-                {"block": (32, 32), "format": "mxfp8_e4m3"},
-            )
-        ),
+        *(pytest.param(options, marks=pytest.mark.thorough) for options in ({"both": True},
+            {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"},
+            {"axis": 0, "transpose": True}, {"block": (32, 32), "format": "mxfp8_e4m3"})),
     ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.thorough
 def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
     """Jitted, mapped, sharded; also where the kernel writes rows, as most of NVIDIA's do."""

@@ -46,26 +46,19 @@ RECIPES = {
     "windows": Recipe(window=128, weight_window=(128, 128)),
     "rows": Recipe(window="row"),
     "two windows": Recipe(window="row", wgrad=Product(window=128)),
-    "three windows": Recipe(
-        window=256, weight_window=32, dgrad=Product(window="row"), wgrad=Product(window=32)
-    ),
+    "three windows": Recipe(window=256, weight_window=32, dgrad=Product(window="row"),
+        wgrad=Product(window=32)),
     "wgrad in bf16": Recipe(wgrad="bf16"),
     "all in bf16": Recipe(forward="bf16", dgrad="bf16", wgrad="bf16"),
     "square mxfp4, dgrad in bf16": Recipe(MXFP4_E2M1, MXFP4_E2M1, block=(32, 32), dgrad="bf16"),
     "wgrad in mxfp8": Recipe("mxfp4_e2m1", "mxfp4_e2m1", "mxfp4_e2m1", wgrad="mxfp8_e4m3"),
-    "rotated": Recipe(
-        "mxfp4_e2m1",
-        "mxfp4_e2m1",
-        "mxfp4_e2m1",
-        scaling="even",
+    "rotated": Recipe("mxfp4_e2m1", "mxfp4_e2m1", "mxfp4_e2m1", scaling="even",
         forward=Product(hadamard=Hadamard(16)),
-        wgrad=Product(hadamard=Hadamard(32, np.arange(32) % 3 - 1)),
-    ),
+        wgrad=Product(hadamard=Hadamard(32, np.arange(32) % 3 - 1))),
     "gradients in mxfp4": jax_mx.mxfp4_backward(KEY),
-    "turned by 64": Recipe(
-        dgrad=Product(hadamard=Hadamard(64)), wgrad=Product(hadamard=Hadamard(64, [1, -1] * 32))
-    ),
-}
+    "turned by 64": Recipe(dgrad=Product(hadamard=Hadamard(64)),
+        wgrad=Product(hadamard=Hadamard(64, [1, -1] * 32))),
+}  # fmt: skip
 
 
 def floats(shape, seed=0, dtype=np.float32):
