@@ -4,7 +4,6 @@ Parametrized over SHIPPED itself, so that none ships untested. Freed memory is p
 run, so that a byte that the kernel does not write shows.
 """
 
-import copy
 import dataclasses
 import itertools
 import os
@@ -24,15 +23,14 @@ import pytest
 from helpers import (
     GOLDEN_SETS,
     TILES,
-    InHand,
     assert_bits_equal,
     assert_same_array,
     call,
+    changed_kernels,
     every_bfloat16,
     fitting,
     golden_input,
     in_tiles,
-    lowered_apart,
     op_of,
     operand,
     plan_for,
@@ -483,27 +481,10 @@ def test_each_library_is_loaded_once():
 
 
 # ---- what must not work, and must not break anything ---
-@pytest.fixture
-def tampered(monkeypatch):
-    """Returns a function: run a variant's kernel with changed attributes."""
-
-    def run(x, variant, change):
-        get = store.get
-
-        def changed(variant, arch):
-            artifact = get(variant, arch)
-            facts = copy.deepcopy(artifact.facts)
-            image = change(facts, artifact.image) or artifact.image
-            return InHand(facts, artifact.folder, image)
-
-        monkeypatch.setattr(store, "get", changed)
-        try:
-            with lowered_apart():
-                return jax.block_until_ready(kernel(variant)(x))
-        finally:
-            monkeypatch.undo()
-
-    return run
+def tampered(x, variant, change):
+    """What a variant's kernel gives with changed attributes."""
+    with changed_kernels(change):
+        return jax.block_until_ready(kernel(variant)(x))
 
 
 def _sha(image):
@@ -553,7 +534,7 @@ def _huge_block(facts, image):
         (_huge_block, "CUDA_ERROR_INVALID_VALUE"),
     ],
 )
-def test_bad_images_are_errors(change, message, tampered):
+def test_bad_images_are_errors(change, message):
     variant = HERE[0]
     x = jnp.ones((64, 64), variant.dtype)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
@@ -561,7 +542,7 @@ def test_bad_images_are_errors(change, message, tampered):
     check(variant, x)  # the process goes on
 
 
-def test_poison_shows_what_is_not_written(tampered):
+def test_poison_shows_what_is_not_written():
     """The tests above can fail: a grid of half the size is noticed."""
 
     def half(facts, image):
