@@ -12,8 +12,6 @@ With `--data N` there are N copies of the experts, each split over an N-th of th
 which tokens move.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any

@@ -6,8 +6,6 @@ installed. Each peer has a process of its own, because torch's memory is not JAX
 that breaks its CUDA context costs only its own rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

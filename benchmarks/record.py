@@ -7,8 +7,6 @@ benchmarks/results by default; then `python -m docs.tables` and the site show it
 fails, or is not done when the time is over, leaves its file as far as it came; the others go on.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

@@ -10,8 +10,6 @@ what it has. What matters most comes first: models, rows and recipes are in the 
 importance, and a case comes the later, the farther behind its three are.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -7,8 +7,6 @@ call must come to is computed here from the comment that begins ffi/launch.cc. E
 from its own number, counted from the seed on, which the failure names.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import copy

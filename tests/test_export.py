@@ -107,7 +107,7 @@ def exported(call, args) -> bytes:
     how = {"platforms": ("cpu", "cuda", "rocm"), "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
     program = jax.export.export(jax.jit(call), **how)(*args)
     assert store.TARGET in program.mlir_module() or call is at_random  # no kernel rotates by 64
-    return program.serialize()
+    return bytes(program.serialize())
 
 
 def same(got, want) -> None:

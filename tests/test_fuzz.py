@@ -4,8 +4,6 @@ Short by default; `--thorough` draws many more cases, and cases of AMD's kernels
 Each case names a seed, from which `oracle.hard_floats` makes its floats.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -5,8 +5,6 @@ Imports nothing of JAX: the kernels' build reads this module too. kernels/shippe
 variants that a wheel brings; others are compiled when a call wants them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`fake_quantize`: quantize and dequantize at once, with a derivative."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

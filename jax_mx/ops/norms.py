@@ -1,7 +1,5 @@
 """`rms_norm`: root mean square norms, as floats with a derivative and quantized."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

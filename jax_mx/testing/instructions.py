@@ -7,8 +7,6 @@ bits unsigned, e for a float16 there; m for a lane mask. Scalars are arrays (wav
 bool to a lane mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import ml_dtypes
