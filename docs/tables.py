@@ -4,8 +4,6 @@ The site has all of them (docs/conf.py writes them when it is built). README.md 
 between comments: `python -m docs.tables` writes it anew, and a test fails where it is not so.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,7 +1,5 @@
 """`python -m jax_mx`: what this installation runs on this machine, and what MX does to tensors."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib

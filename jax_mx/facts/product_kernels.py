@@ -10,8 +10,6 @@ of x (batch, T, K), which quantizing both ways wants first where products take r
 each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

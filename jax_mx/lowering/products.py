@@ -3,8 +3,6 @@
 Operands lie one after the other: x (T, K), W (G, N, K).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

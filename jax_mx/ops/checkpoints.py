@@ -4,8 +4,6 @@ Checkpoints keep arrays by name. Key paths call the scales of an MXArray by all 
 (metadata.py), so Orbax refuses to restore one into a target of another format, axis or layout.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Products that read MX operands, in plain jnp: dequantized in float32, added up in float32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

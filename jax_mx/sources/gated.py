@@ -1,7 +1,5 @@
 """An activation's results, of gates and ups: what lies between the two products of an MLP."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """An activation's results, of gates and ups that are two arrays: those of two products."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The gradients of gates and of ups that are two arrays: those of two products."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

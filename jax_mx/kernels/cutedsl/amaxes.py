@@ -11,13 +11,12 @@ its beginning, which the quantizer reads first.
 
 import cutlass
 from cutlass import Float32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.launch import Extent, Factor, GridTerm, Scratch, constant
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, signature_of
-from jax_mx.kernels.cutedsl import activations
+from jax_mx.kernels.cutedsl import activations, convert
 from jax_mx.kernels.cutedsl.kernel import largest
 from jax_mx.kernels.cutedsl.products import ProductEntry, vector
 from jax_mx.sources.gated import GatedSource
@@ -28,27 +27,15 @@ from jax_mx.sources.pair_gradient import PairGradientSource
 MAGNITUDES = {2: 0x7FFF7FFF, 4: 0x7FFFFFFF}  # by the bytes of an element
 
 
-@dsl_user_op
-def larger(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+def larger(a: Uint32, b: Uint32) -> Uint32:
     """The larger halves of two words."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; max.u16x2 {$w0}, a, b; }",
-        write_only_types=[Uint32],
-        read_only_args=[a, b],
-        loc=loc,
-        ip=ip,
-    )
+    code = "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; max.u16x2 {$w0}, a, b; }"
+    return convert.ptx(code, Uint32, a, b)
 
 
-@dsl_user_op
-def raise_to(address: Int64, value: Uint32, *, loc=None, ip=None) -> None:
+def raise_to(address: Int64, value: Uint32) -> None:
     """Makes a word of global memory the larger of itself and a value."""
-    cute.arch.inline_ptx(
-        "red.relaxed.gpu.global.max.u32 [{$r0}], {$r1};",
-        read_only_args=[address, value],
-        loc=loc,
-        ip=ip,
-    )
+    convert.ptx("red.relaxed.gpu.global.max.u32 [{$r0}], {$r1};", None, address, value)
 
 
 class Amaxes(ProductEntry):
