@@ -23,7 +23,7 @@ import numpy as np
 
 from jax_mx.arrays.checks import shown, whole
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1
-from jax_mx.ops.checkpoints import dtype_of, header_of
+from jax_mx.ops.checkpoints import FLOAT4, dtype_of, header_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.progress import progress as progress_of
 
@@ -156,9 +156,11 @@ class _Files:
         if name not in header:
             raise ValueError(f"{OP}: the index says that {file} has {name!r}; it does not")
         entry = header[name]
-        dtype = dtype_of(OP, name, entry["dtype"])
+        dtype, shape = dtype_of(OP, name, entry["dtype"]), tuple(entry["shape"])
+        if dtype == FLOAT4:
+            dtype, shape = np.dtype(np.uint8), (*shape[:-1], shape[-1] // 2)
         begin = start + entry["data_offsets"][0]
-        return np.memmap(file, dtype, "r", begin, tuple(entry["shape"]))
+        return np.memmap(file, dtype, "r", begin, shape)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
