@@ -85,7 +85,9 @@ def model_of(config: Mapping[str, int], format: str, key: jax.Array) -> dict[str
     }
 
 
-def scanned(config: Mapping[str, int], model: Any, cache: Any, tokens: jax.Array, start: Any) -> Any:
+def scanned(
+    config: Mapping[str, int], model: Any, cache: Any, tokens: jax.Array, start: Any
+) -> Any:
     """`serve.forward` of layers that are stacked, and caches likewise."""
 
     def layer(x: jax.Array, one: Any) -> Any:

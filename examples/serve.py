@@ -9,18 +9,8 @@ checkpoint in floats becomes MX when it is loaded. Queries, keys and values are 
 are gates and ups.
 """
 
-import argparse
-import json
-import tempfile
-import time
-from functools import partial
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
-import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import jax_mx
 
@@ -63,7 +53,9 @@ def attention(q, k, v, positions):
 
 def layer(config, w, cache, x, start):
     """A layer of tokens (B, S, width) from position `start` on; and its cache with them."""
-    heads, groups, d = (config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads, groups, d = (
+        config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
     positions = start + jnp.arange(x.shape[1])
     qkv = product(norm(x, w["input_layernorm"]), w["qkv_proj"])
     qkv = qkv.reshape(*x.shape[:2], heads + 2 * groups, d)
@@ -77,9 +69,7 @@ def layer(config, w, cache, x, start):
     q = q.reshape(*x.shape[:2], groups, heads // groups, d)
     y = attention(q, *cache, positions).reshape(*x.shape[:2], -1)
     x = x + product(y, w["o_proj"])
-    gate, up = jnp.split(
-        product(norm(x, w["post_attention_layernorm"]), w["gate_up_proj"]), 2, -1
-    )
+    gate, up = jnp.split(product(norm(x, w["post_attention_layernorm"]), w["gate_up_proj"]), 2, -1)
     return x + product(jax.nn.silu(gate) * up, w["down_proj"]), cache
 
 

@@ -137,20 +137,20 @@ class Files:
         self._say, self._done = lambda i, text: None, 0
         paths = [path] if isinstance(path, str | os.PathLike) else path
         if not isinstance(paths, Sequence) or not all(
-            isinstance(each, str | os.PathLike) for each in paths
+            isinstance(one, str | os.PathLike) for one in paths
         ):
             raise TypeError(f"{op}: path must be a path, or a list of paths, got {shown(path)}")
-        for each in map(Path, paths):
-            index = each / INDEX if each.is_dir() else each
+        for one in map(Path, paths):
+            index = one / INDEX if one.is_dir() else one
             if index.suffix == ".json":
                 if index.exists():
                     names = _weight_map(op, index)
                     self.places |= {name: index.parent / file for name, file in names.items()}
                     continue
-            files = sorted(each.glob("*.safetensors")) if each.is_dir() else [each]
+            files = sorted(one.glob("*.safetensors")) if one.is_dir() else [one]
             if not files or not all(file.exists() for file in files):
                 raise FileNotFoundError(
-                    f"{op}: {each} is no .safetensors file, no folder with some, and no {INDEX}"
+                    f"{op}: {one} is no .safetensors file, no folder with some, and no {INDEX}"
                 )
             for file in files:
                 self.places |= dict.fromkeys(self.header(file)[1], file)
