@@ -21,7 +21,7 @@ from rich.console import Console
 import jax_mx
 from benchmarks import program, timing
 from benchmarks.runner import Args, Case, Row, repeats
-from examples import serve
+from examples import random_llama, serve
 
 LENGTH, START, TOKENS = 512, 100, 16  # of the cache; tokens that are there; that a program makes
 WAYS: Mapping[str, str] = {
@@ -38,14 +38,14 @@ show = Console(width=120).print
 def options(add: Callable[..., Any]) -> None:
     """Batches, and what is shown."""
     add("--batches", type=int, nargs="+", default=[1, 8, 64])
-    add("--layers", type=int, default=serve.SIZES["8b"]["num_hidden_layers"])
+    add("--layers", type=int, default=random_llama.SIZES["8b"]["num_hidden_layers"])
     add("--profile", action="store_true", help="print where the time goes, by kernel")
     add("--lower", action="store_true", help="only lower for CUDA, here")
 
 
 def cases(args: Args) -> Iterator[Case]:
     """Every way for every batch."""
-    sizes = serve.SIZES["tiny" if args.smoke else "8b"]
+    sizes = random_llama.SIZES["tiny" if args.smoke else "8b"]
     config = sizes | ({} if args.smoke else {"num_hidden_layers": args.layers})
     for batch in args.batches:
         for way, format in WAYS.items():
@@ -59,10 +59,10 @@ def model_of(config: Mapping[str, int], format: str, key: jax.Array) -> dict[str
     width, d = config["hidden_size"], config["head_dim"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     shapes = {
-        "qkv_proj": ((heads + 2 * groups) * d, width),
-        "o_proj": (width, heads * d),
-        "gate_up_proj": (2 * config["intermediate_size"], width),
-        "down_proj": (width, config["intermediate_size"]),
+        "self_attn.qkv_proj": ((heads + 2 * groups) * d, width),
+        "self_attn.o_proj": (width, heads * d),
+        "mlp.gate_up_proj": (2 * config["intermediate_size"], width),
+        "mlp.down_proj": (width, config["intermediate_size"]),
     }
 
     @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -75,7 +75,7 @@ def model_of(config: Mapping[str, int], format: str, key: jax.Array) -> dict[str
     head, *keys = jax.random.split(key, config["num_hidden_layers"] + 1)
     table = config["vocab_size"], width
     return {
-        "embed": weight(head, table, ""),
+        "embed_tokens": weight(head, table, ""),
         "layers": [
             norms | {name: weight(key, shape, format) for name, shape in shapes.items()}
             for key in keys
@@ -93,7 +93,7 @@ def scanned(
     def layer(x: jax.Array, one: Any) -> Any:
         return serve.layer(config, *one, x, start)
 
-    x, cache = jax.lax.scan(layer, model["embed"][tokens], (model["layers"], cache))
+    x, cache = jax.lax.scan(layer, model["embed_tokens"][tokens], (model["layers"], cache))
     x = serve.norm(x[:, -1], model["norm"])
     return serve.product(x, model["lm_head"]), cache
 

@@ -99,9 +99,8 @@ def save_safetensors(
 ) -> None:
     """Writes arrays into a .safetensors file.
 
-    An MXArray called "w" becomes the tensors "w.values" and "w.scales", as it holds them. Scales
-    are U8, as in all libraries' files, MXFP8's values F8_E4M3 or F8_E5M2, others U8. The file's
-    metadata say under "jax_mx", in JSON, what the format, the axis and the layouts of each are.
+    An MXArray called "w" becomes the tensors "w.values" and "w.scales", the bytes that it holds, as
+    U8, which all loaders of safetensors open. The file's metadata say under "jax_mx", in JSON, what the format, the axis and the layouts of each are.
     Arrays come to the host one at a time.
 
         save_safetensors({"w": quantize(w), "step": 7}, "model.safetensors")
@@ -134,16 +133,18 @@ def save_safetensors(
         raise FileNotFoundError(f"{op}: there is no folder {target.parent}; make it first")
     found: dict[str, np.ndarray | jax.Array] = {}
     described = {}
+    plain: set[str] = set()
     for name, tensor in tensors.items():
         parts = _tensors_of(name, tensor)
         if isinstance(tensor, MXArray):
+            plain |= parts.keys()
             described[name] = metadata.described(metadata.fields_of(tensor))
         if twice := parts.keys() & (found.keys() | (tensors.keys() - {name})):
             raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
         found |= {part: _held(op, part, array) for part, array in parts.items()}
     texts = {**notes, _KEY: json.dumps(described)}
     try:
-        _replace(op, target, _content(found, {f"{name}.scales" for name in described}, texts))
+        _replace(op, target, _content(found, plain, texts))
     except OSError as error:
         raise files.failure(op, path, error) from error
 
@@ -165,11 +166,11 @@ def _replace(op: str, target: Path, content: Iterable[bytes | memoryview]) -> No
 
 
 def _content(
-    arrays: Mapping[str, np.ndarray | jax.Array], scales: Set[str], texts: Mapping[str, str]
+    arrays: Mapping[str, np.ndarray | jax.Array], plain: Set[str], texts: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
     """A file's header, then its arrays, one at a time; wide elements come first, so all align.
 
-    Scales are U8: not every loader of safetensors has F8_E8M0.
+    Those that are plain are U8: safetensors' loaders for NumPy and flax have no floats of 8 bits.
     """
     header: dict[str, Any] = {"__metadata__": texts}
     names, end = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name)), 0
@@ -177,9 +178,9 @@ def _content(
         array, begin = arrays[name], end
         dtype, size = np.dtype(array.dtype), array.size * array.dtype.itemsize
         end += size // 2 if dtype == FLOAT4 else size
-        plain = f"{dtype.kind.upper()}{8 * dtype.itemsize}"
+        usual = f"{dtype.kind.upper()}{8 * dtype.itemsize}"
         header[name] = {
-            "dtype": "U8" if name in scales else _NAMES.get(dtype, plain),
+            "dtype": "U8" if name in plain else _NAMES.get(dtype, usual),
             "shape": array.shape,
             "data_offsets": (begin, end),
         }

@@ -3,7 +3,7 @@
     python3.12 -m venv venv && venv/bin/pip install compressed-tensors==0.20.0 torch transformers
     venv/bin/python tests/golden/compressed_tensors/write.py
 
-The file beside a folder has what its own code makes of the codes of MX; bfloat16 holds these floats.
+The file beside a folder has the floats that its own code makes of codes of MX, in bfloat16.
 """
 
 from pathlib import Path
