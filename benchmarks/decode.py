@@ -54,7 +54,7 @@ def cases(args: Args) -> Iterator[Case]:
             yield Case(f"batch {batch}", way, names, measure, "bf16")
 
 
-def model_of(config: Mapping[str, int], format: str, key: jax.Array) -> dict[str, Any]:
+def model_of(config: Mapping[str, Any], format: str, key: jax.Array) -> dict[str, Any]:
     """A model's random weights (N, K), products' in a format, or in bfloat16."""
     width, d = config["hidden_size"], config["head_dim"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
@@ -86,12 +86,13 @@ def model_of(config: Mapping[str, int], format: str, key: jax.Array) -> dict[str
 
 
 def scanned(
-    config: Mapping[str, int], model: Any, cache: Any, tokens: jax.Array, start: Any
+    config: Mapping[str, Any], model: Any, cache: Any, tokens: jax.Array, start: Any
 ) -> Any:
     """`serve.forward` of layers that are stacked, and caches likewise."""
 
     def layer(x: jax.Array, one: Any) -> Any:
-        return serve.layer(config, *one, x, start)
+        w, old = one
+        return serve.layer(config, w, old, x, start)
 
     x, cache = jax.lax.scan(layer, model["embed_tokens"][tokens], (model["layers"], cache))
     x = serve.norm(x[:, -1], model["norm"])
@@ -106,7 +107,7 @@ def stacked(layers: list[Any]) -> Any:
     return {name: jnp.stack([one.pop(name) for one in layers]) for name in names}
 
 
-def generator(config: Mapping[str, int], forward: Callable[..., Any]) -> Any:
+def generator(config: Mapping[str, Any], forward: Callable[..., Any]) -> Any:
     """A jitted program (model, cache, tokens) of so many steps; the cache is donated."""
 
     def generate(model: Any, cache: Any, tokens: jax.Array) -> Any:
@@ -120,7 +121,7 @@ def generator(config: Mapping[str, int], forward: Callable[..., Any]) -> Any:
     return jax.jit(generate, donate_argnums=1)
 
 
-def measured(config: Mapping[str, int], way: str, format: str, batch: int, args: Args) -> Row:
+def measured(config: Mapping[str, Any], way: str, format: str, batch: int, args: Args) -> Row:
     """A row's numbers."""
     is_scan = way.endswith("scan")
 
@@ -135,7 +136,8 @@ def measured(config: Mapping[str, int], way: str, format: str, batch: int, args:
     try:
         if args.lower:
             return lowered(program_of, arrays)
-        return timed(f"{way}, batch {batch}", program_of, *arrays(), args)
+        model, cache, tokens = arrays()
+        return timed(f"{way}, batch {batch}", program_of, model, cache, tokens, args)
     finally:
         jax.clear_caches()  # a program holds memory of the device
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
 import re
 import resource

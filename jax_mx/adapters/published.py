@@ -148,7 +148,8 @@ class Entry:
     def of(self, make: Callable[[Sequence[Tensor]], Tensor], *others: Entry) -> Entry:
         """One entry of this and others by a function of their tensors."""
         every = (self, *others)
-        scales = None if self.scales is None else make([entry.scales for entry in every])
+        parts = [entry.scales for entry in every if entry.scales is not None]
+        scales = make(parts) if parts else None
         return dataclasses.replace(self, values=make([e.values for e in every]), scales=scales)
 
 
@@ -240,7 +241,7 @@ def _sharding(like: Like | None, name: str, entry: Entry) -> jax.sharding.Shardi
         if where is not None and not isinstance(where, jax.sharding.Sharding):
             raise TypeError(f"{OP}: like gave {shown(where)} for {name!r}, must give a Sharding")
         return where
-    want = like.get(name)
+    want: Any = like.get(name)
     want = getattr(want, "values", want)
     where = getattr(want, "sharding", None)
     is_placed = isinstance(where, jax.sharding.Sharding) and getattr(want, "committed", True)

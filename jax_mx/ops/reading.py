@@ -134,7 +134,8 @@ class Files:
         self.op = op
         self.headers: dict[Path, tuple[dict[str, str], dict[str, dict[str, Any]], int]] = {}
         self.places: dict[str, Path] = {}
-        self._say, self._done = lambda i, text: None, 0
+        self._say: Callable[[int, str], None] = lambda i, text: None
+        self._done = 0
         paths = [path] if isinstance(path, str | os.PathLike) else path
         if not isinstance(paths, Sequence) or not all(
             isinstance(one, str | os.PathLike) for one in paths
@@ -199,16 +200,24 @@ class Files:
             yield
 
     def _copied(
-        self, name: str, file: Path, begin: int, dtype: np.dtype, shape: Slices, index: Slices
+        self,
+        name: str,
+        file: Path,
+        begin: int,
+        dtype: np.dtype,
+        shape: tuple[int, ...],
+        index: Slices,
     ) -> np.ndarray:
         """A part of a tensor, read in chunks of its first dimension.
 
         Each tensor is mapped by itself: what was read of one leaves the memory with it.
         """
-        part = np.memmap(file, dtype, "r", begin, shape)[index] if 0 not in shape else None
-        out = np.empty(shape if part is None else part.shape, dtype)
-        if part is None or not part.ndim:
-            return out if part is None else np.array(part)
+        if 0 in shape:
+            return np.empty(shape, dtype)[index]
+        part = np.memmap(file, dtype, "r", begin, shape)[index]
+        if not part.ndim:
+            return np.array(part)
+        out = np.empty(part.shape, dtype)
         step = max(1, CHUNK // max(part[:1].nbytes, 1))
         for at in range(0, len(part), step):
             self._say(self._done // CHUNK, name)
@@ -252,7 +261,9 @@ def placed(op: str, tensor: Tensor, sharding: jax.sharding.Sharding | None) -> j
     if sharding is None:
         return jax.block_until_ready(jnp.asarray(tensor.read(())))
     _shard_shape(op, tensor, sharding)
-    array = jax.make_array_from_callback(tensor.shape, sharding, tensor.read)
+    array = jax.make_array_from_callback(
+        tensor.shape, sharding, lambda index: tensor.read(index or ())
+    )
     return jax.block_until_ready(array)  # the host holds one at a time
 
 
