@@ -100,11 +100,12 @@ def scanned(
 
 
 def stacked(layers: list[Any]) -> Any:
-    """Layers' weights or caches as one, layer by layer in place of the list's."""
-    names = {name: None for name in layers[0]} if isinstance(layers[0], dict) else range(2)
-    if isinstance(names, range):
-        return [jnp.stack([one[i] for one in layers]) for i in names]
-    return {name: jnp.stack([one.pop(name) for one in layers]) for name in names}
+    """Trees of arrays as one, of stacked arrays; the trees are emptied on the way."""
+    leaves, trees = zip(*map(jax.tree.flatten, layers), strict=True)
+    layers.clear()
+    columns = [[*column] for column in zip(*leaves, strict=True)]
+    del leaves
+    return trees[0].unflatten([jnp.stack(columns.pop(0)) for _ in range(len(columns))])
 
 
 def generator(config: Mapping[str, Any], forward: Callable[..., Any]) -> Any:

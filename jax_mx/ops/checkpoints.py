@@ -100,7 +100,8 @@ def save_safetensors(
     """Writes arrays into a .safetensors file.
 
     An MXArray called "w" becomes the tensors "w.values" and "w.scales", the bytes that it holds, as
-    U8, which all loaders of safetensors open. The file's metadata say under "jax_mx", in JSON, what the format, the axis and the layouts of each are.
+    U8, which all loaders of safetensors open. The file's metadata say under "jax_mx", in JSON, what
+    the format, the axis and the layouts of each are.
     Arrays come to the host one at a time.
 
         save_safetensors({"w": quantize(w), "step": 7}, "model.safetensors")
