@@ -88,7 +88,7 @@ def model_of(config: Mapping[str, Any], format: str, key: jax.Array) -> dict[str
 def scanned(
     config: Mapping[str, Any], model: Any, cache: Any, tokens: jax.Array, start: Any
 ) -> Any:
-    """`serve.forward` of layers that are stacked, and caches likewise."""
+    """`serve.forward`, where layers and caches are stacked."""
 
     def layer(x: jax.Array, one: Any) -> Any:
         w, old = one
@@ -175,7 +175,7 @@ def timed(name: str, generate: Any, model: Any, cache: Any, tokens: jax.Array, a
 
 
 def checks(args: Args, rows: list[Row]) -> Iterator[tuple[bool, str]]:
-    """What a step may take on Hopper, of the best that bfloat16 takes."""
+    """A step takes at most a share of the best time in bfloat16, on Hopper."""
     if args.smoke or args.lower or not re.search("H[12]00", jax.devices()[0].device_kind):
         return
     times = {(row["way"], row["batch"]): row["ms"] for row in rows if "ms" in row}

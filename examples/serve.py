@@ -67,8 +67,8 @@ def forward(config, model, cache, tokens, start):
 def empty_cache(config, batch, length):
     """Keys and values (B, length, heads, D) of each layer."""
     heads = config["num_key_value_heads"], config["head_dim"]
-    like = jnp.zeros((batch, length, *heads), jnp.bfloat16)
-    return [[like, like] for _ in range(config["num_hidden_layers"])]
+    zeros = jnp.zeros((batch, length, *heads), jnp.bfloat16)
+    return [[zeros, zeros] for _ in range(config["num_hidden_layers"])]
 
 
 def generate(config, steps, model, prompt):

@@ -53,12 +53,12 @@ def codes_of(shape, seed=0) -> np.ndarray:
 
 
 def floats_of(codes: np.ndarray) -> np.ndarray:
-    """What E4M3 bytes stand for."""
+    """The floats that E4M3 bytes stand for."""
     return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
 def nibbles_of(packed: np.ndarray) -> np.ndarray:
-    """What packed codes of E2M1 stand for, the lower half of a byte first."""
+    """The floats of packed codes of E2M1, the lower half of a byte first."""
     pairs = np.stack([E2M1[packed & 15], E2M1[packed >> 4]], -1)
     return pairs.reshape(*packed.shape[:-1], -1)
 

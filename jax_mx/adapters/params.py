@@ -23,7 +23,7 @@ def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
         params = quantize_params(params, {r".*(embed|lm_head|router).*": None, ".*": "mxfp4"})
         y = jax_mx.einsum("bk,nk->bn", x, params["mlp.up"], recipe="bf16")
 
-    What comes out is frozen: an `MXArray` has no gradient, see `quantize_weights` for training.
+    The weights are frozen: an `MXArray` has no gradient. For training see `quantize_weights`.
     Arrays are quantized one after the other, in the direction of the forward product alone. They
     stay where they are, split as they are.
 

@@ -1,7 +1,7 @@
 """`load_checkpoint`: folders in the MX layouts that libraries write, as MXArrays.
 
 A library is a row of `LIBRARIES`: where its config says what weights are in, which of these are MX,
-and which names values and scales have. What a pair of tensors is, their dtypes and shapes say.
+and which names values and scales have. Their dtypes and shapes say what a pair of tensors is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Library:
     Attributes:
       said: what is read of it, for messages.
       ways: what a config says that weights are in; empty where the config says no more.
-      taken: those of them that are MX, as a regular expression.
+      taken: a regular expression of all that is MX.
       pairs: how names of values and of their scales end, and what comes in place of the former.
     """
 
@@ -134,7 +134,7 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array that it becomes."""
+        """The shape of the array that it becomes."""
         shape = self.values.shape
         return (
             shape if self.format is None else (*shape[:-1], shape[-1] * self.format.codes_per_byte)
@@ -142,7 +142,7 @@ class Entry:
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What entries share that can become one array, but for lengths."""
+        """Equal for entries that can become one array, but for lengths."""
         return len(self.shape), self.values.dtype, self.format, {**self.fields}
 
     def of(self, make: Callable[[Sequence[Tensor]], Tensor], *others: Entry) -> Entry:
@@ -167,10 +167,10 @@ def load_checkpoint(
         y = jax_mx.einsum("bk,nk->bn", x, w, recipe="bf16")
 
     The folder has config.json, whose `quantization_config` says how weights are kept, and
-    .safetensors files with or without an index. Read are MXFP4 and MXFP8 of compressed-tensors,
-    MXFP8 of ModelOpt (also by hf_quant_config.json), both of Quark, gpt-oss, tiles as DeepSeek
-    writes them where scales are powers of two, and what `save_safetensors` wrote. Codes stay as
-    they are: nothing is quantized. Each process reads what its devices hold, a tensor at a time.
+    .safetensors files with or without an index. It may be of compressed-tensors (MXFP4, MXFP8),
+    ModelOpt (MXFP8), Quark (both), gpt-oss, or DeepSeek, where scales are powers of two; or
+    `save_safetensors` wrote it. Codes stay as they are: nothing is quantized. Each process reads
+    what its devices hold, a tensor at a time.
 
     Args:
       folder: of the model, or one .safetensors file of a model in floats or of our own.
@@ -218,7 +218,7 @@ def load_checkpoint(
 
 
 def _checked(join: Any) -> Mapping[str, Sequence[str]]:
-    """What is joined.
+    """Refuses a `join` that says nothing of the kind.
 
     Raises:
       TypeError: it says nothing of the kind.
@@ -250,7 +250,7 @@ def _sharding(like: Like | None, name: str, entry: Entry) -> jax.sharding.Shardi
 
 # ---- config.json ---
 def _config(folder: Path) -> Config:
-    """What a folder says of its weights' formats; empty if nothing.
+    """The part of a folder's config that names its weights' formats; empty if there is none.
 
     Raises:
       ValueError: a file that should say so is damaged.
@@ -325,7 +325,7 @@ def _entries(files: Files, pairs: Sequence[tuple[str, str, str]]) -> Iterator[tu
 
 
 def _described(files: Files) -> dict[str, Entry]:
-    """What `save_safetensors` wrote."""
+    """The MXArrays that `save_safetensors` wrote."""
     entries = {}
     for file in sorted({*files.places.values()}):
         for name, description in descriptions_in(OP, files.header(file)[0]).items():
@@ -428,7 +428,7 @@ _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(.+)")
 
 
 def _with_experts(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """With one entry in the place of those of all experts, where they are alike."""
+    """One entry stands for all experts of a layer, where they are alike."""
     groups: dict[str, dict[int, str]] = {}
     for name in entries:
         if match := _EXPERT.fullmatch(name):
@@ -447,7 +447,7 @@ def _with_experts(entries: Mapping[str, Entry]) -> dict[str, Entry]:
 
 
 def _with_joined(entries: dict[str, Entry], name: str, parts: Sequence[str]) -> dict[str, Entry]:
-    """With one entry in the place of parts of a layer.
+    """One entry stands for parts of a layer.
 
     Raises:
       ValueError: one is missing, or they differ.

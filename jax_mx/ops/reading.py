@@ -165,7 +165,7 @@ class Files:
         return self.headers[file]
 
     def dtype(self, name: str) -> str:
-        """What a tensor's file calls its dtype."""
+        """The dtype of a tensor, as its file calls it."""
         return self._entry(name)["dtype"]
 
     def __getitem__(self, name: str) -> Tensor:
