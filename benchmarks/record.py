@@ -52,6 +52,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "grouped": ("_products_grouped", "products --cases 'grouped*' --peers"),
     "wgrad": ("_products_wgrad", "products --cases 'wgrad*' --peers"),
     "decode": ("_products_decode", "products --cases 'decode*'"),
+    "decode_step": ("_decode_step", "decode"),
     "layers": ("_layers", "layers"),
     "moe": ("_moe", "moe"),
     "moe_step": ("_moe_step",

@@ -657,6 +657,21 @@ def speed_moe_step() -> list[str]:
     return [*lines, "", caption(about, command("moe_step"), EVERY)]
 
 
+def speed_decode() -> list[str]:
+    """A decoding step by batch and way."""
+    if not (RESULTS / "h100_decode_step.json").exists():
+        return _unmeasured("decode_step")
+    about, rows = results("h100_decode_step")
+    lines = table(
+        ("batch", "weights", "ms a token", "of bf16's time", "GB of weights"),
+        [
+            (row["batch"], row["way"], f"{row['ms']:.2f}", f"{row['ratio']:.2f}", row["weights_gb"])
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption(about, command("decode_step"), GEMMS)]
+
+
 def loss_moe(of: str = "moe_step_small") -> list[str]:
     """What a small transformer with experts learns, and which product costs MXFP4 what it loses."""
     about, rows = results(f"h200_{of}")
@@ -796,6 +811,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_layers": speed_layers,
     "speed_moe": speed_moe,
     "speed_moe_step": speed_moe_step,
+    "speed_decode": speed_decode,
     "loss_moe": loss_moe,
     "loss_moe_wide": functools.partial(loss_moe, "moe_step_wide"),
     "speed_collectives": speed_collectives,
