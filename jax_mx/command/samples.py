@@ -1,5 +1,7 @@
 """For `python -m jax_mx`: the tensors of a small network or of files."""
 
+from __future__ import annotations
+
 import contextlib
 import stat
 import textwrap
