@@ -24,6 +24,7 @@ from benchmarks import shapes
 RESULTS = Path(__file__).parent / "results"
 LARGE = shapes.spell(shapes.REQUIRED[0])
 _SOURCES = "quantizers --source"
+_AUTO = 'auto "auto, mlp" "auto, mlp, once"'
 # For each table how its file's name goes on behind the chip's, and what measures it. Where several
 # commands share a file, it is a list of rows, and those measured anew replace the earlier ones.
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -64,15 +65,16 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         '"mxfp8, forward in mxfp4" "mxfp8, dgrad in mxfp4" "mxfp8, wgrad in mxfp4"'),
     "moe_step_wide": ("_moe_step_wide",
         'moe_step --ways bf16 mxfp8 "mxfp8, windows of 256" "mxfp8, rows, experts 256"'),
-    "step": ("_step", "step --ways bf16 auto rows mxfp8 tensorwise flax"),
-    "step_kept": ("_step", "step --checkpoint none --ways bf16 auto rows"),
-    "step_70b": ("_step", "step --layers 2 --width 8192 --inner 28672 --ways bf16 auto rows flax"),
+    "step": ("_step", f"step --ways bf16 {_AUTO} mxfp8 tensorwise flax"),
+    "step_kept": ("_step", f"step --checkpoint none --ways bf16 {_AUTO}"),
+    "step_70b": ("_step", f"step --layers 2 --width 8192 --inner 28672 --ways bf16 {_AUTO} flax"),
     "learning": ("_learning", "learning --ways bf16 auto mxfp8 tensorwise flax"),
     "counters": ("_counters", "counters"),
     "collectives": ("x2_collectives", "collectives"),
     "moe_sharded": ("x2_moe", "moe_sharded"),
     "step_sharded": ("x4_step",
-        'step --devices 4 --layers 32 --ways bf16 auto rows mxfp8 tensorwise flax "auto, explicit" '
+        f"step --devices 4 --layers 32 --ways bf16 {_AUTO} mxfp8 tensorwise flax "
+        '"auto, explicit" '
         '"auto, shard_map"'),
 }  # fmt: skip
 SEVERAL = ("collectives", "moe_sharded", "step_sharded")  # GPUs, as names of their files say

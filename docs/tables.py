@@ -463,8 +463,9 @@ def _unmeasured(name: str) -> list[str]:
 STEPS = {
     "bf16": "bfloat16",
     "auto": '`jax_mx`, `recipe="auto"` (the default)',
-    "auto, explicit": "the same, on explicit axes",
-    "auto, shard_map": "the same, in `shard_map`",
+    "auto, mlp, once": "the same, with `mlp` and `quantize_weights`",
+    "auto, explicit": "the default, on explicit axes",
+    "auto, shard_map": "the default, in `shard_map`",
     "mxfp8": '`jax_mx`, `recipe="mxfp8"`',
     "tensorwise": "FP8, one scale a tensor, in plain JAX",
     "flax": "FP8 by flax, delayed scaling",
