@@ -18,6 +18,7 @@ from helpers import (
     for_any_address,
     poison_memory,
     product,
+    settled,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -45,9 +46,6 @@ def rows(shape, dtype, seed=0, spread=3):
 
 
 # ---- the definition, in numpy, one row at a time ---
-def settled(x):
-    """A float32 with a zero of its sign for a subnormal number."""
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
 
 def factor_of(row):

@@ -158,8 +158,7 @@ def test_what_serves_what():
     assert served(*(mx(x, window=256) for x in across), "sm_90", sums=True) == "cutedsl"
     floats = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in across]
     assert served(*floats, "sm_90", sums=True) == "dequantize"
-    for chip in ("sm_100", "gfx950"):
-        assert served(wide, mx(stack, window=128), chip) == "dequantize"
+    assert served(wide, mx(stack, window=128), "gfx950") == "dequantize"
 
 
 @pytest.mark.parametrize(
@@ -285,16 +284,11 @@ def test_values_and_gradients(recipe, sizes):
         ({"implementation": "fp8"}, ValueError, "unknown"),
         ({"recipe": Recipe(window="row")}, ValueError, "would span several groups"),
         ({"rhs": np.zeros((0, 64, 8), np.float32)}, ValueError, "must have a matrix at least"),
-        (
-            {
-                "rhs": jax_mx.quantize(np.zeros((5, 64, 8), np.float32), axis=1),
-                "recipe": Recipe(forward=Product(hadamard=Hadamard(16))),
-            },
-            ValueError,
-            "take a recipe whose forward has no hadamard",
-        ),
+        ({"rhs": jax_mx.quantize(np.zeros((5, 64, 8), np.float32), axis=1),
+            "recipe": Recipe(forward=Product(hadamard=Hadamard(16)))}, ValueError,
+            "take a recipe whose forward has no hadamard"),
     ],
-)
+)  # fmt: skip
 def test_messages(change, error, sentence):
     args = {"lhs": integers((70, 64)), "rhs": integers((5, 64, 40))}
     args |= {"group_sizes": jnp.zeros(5, jnp.int32)} | change

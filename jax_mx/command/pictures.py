@@ -1,7 +1,5 @@
 """For `python -m jax_mx --plot`: histograms of tensors, of their scales and of their losses."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import html

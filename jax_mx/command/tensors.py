@@ -1,7 +1,5 @@
 """For `python -m jax_mx`: the losses of tensors that are quantized."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

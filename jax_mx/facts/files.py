@@ -3,8 +3,6 @@
 All writes of the library go through this module. Tests replace its `os` to make operations fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

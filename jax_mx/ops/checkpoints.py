@@ -4,8 +4,6 @@ Checkpoints keep arrays by name. Key paths call the scales of an MXArray by all 
 (metadata.py), so Orbax refuses to restore one into a target of another format, axis or layout.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.util
 import json
@@ -13,7 +11,7 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -99,9 +97,9 @@ def save_safetensors(
 ) -> None:
     """Writes arrays into a .safetensors file.
 
-    An MXArray called "w" becomes the tensors "w.values" and "w.scales", as it holds them. Scales
-    have the format's own dtype, F8_E8M0, MXFP8's values F8_E4M3 or F8_E5M2, others U8. The file's
-    metadata say under "jax_mx", in JSON, what the format, the axis and the layouts of each are.
+    An MXArray called "w" becomes the tensors "w.values" and "w.scales", the bytes that it holds, as
+    U8, which all loaders of safetensors open. The file's metadata say under "jax_mx", in JSON, what
+    the format, the axis and the layouts of each are.
     Arrays come to the host one at a time.
 
         save_safetensors({"w": quantize(w), "step": 7}, "model.safetensors")
@@ -134,16 +132,18 @@ def save_safetensors(
         raise FileNotFoundError(f"{op}: there is no folder {target.parent}; make it first")
     arrays: dict[str, np.ndarray | jax.Array] = {}
     described = {}
+    plain: set[str] = set()
     for name, tensor in tensors.items():
         parts = _tensors_of(name, tensor)
         if isinstance(tensor, MXArray):
+            plain |= parts.keys()
             described[name] = metadata.described(metadata.fields_of(tensor))
         if twice := parts.keys() & (arrays.keys() | (tensors.keys() - {name})):
             raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
         arrays |= {part: _held(op, part, array) for part, array in parts.items()}
     texts = {**notes, _KEY: json.dumps(described)}
     try:
-        _replace(op, target, _content(arrays, texts))
+        _replace(op, target, _content(arrays, plain, texts))
     except OSError as error:
         raise files.failure(op, path, error) from error
 
@@ -165,18 +165,21 @@ def _replace(op: str, target: Path, content: Iterable[bytes | memoryview]) -> No
 
 
 def _content(
-    arrays: Mapping[str, np.ndarray | jax.Array], texts: Mapping[str, str]
+    arrays: Mapping[str, np.ndarray | jax.Array], plain: Set[str], texts: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
-    """A file's header, then its arrays, one at a time; wide elements come first, so all align."""
+    """A file's header, then its arrays, one at a time; wide elements come first, so all align.
+
+    Those that are plain are U8: safetensors' loaders for NumPy and flax have no floats of 8 bits.
+    """
     header: dict[str, Any] = {"__metadata__": texts}
     names, end = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name)), 0
     for name in names:
         array, begin = arrays[name], end
         dtype, size = np.dtype(array.dtype), array.size * array.dtype.itemsize
         end += size // 2 if dtype == FLOAT4 else size
-        plain = f"{dtype.kind.upper()}{8 * dtype.itemsize}"
+        usual = f"{dtype.kind.upper()}{8 * dtype.itemsize}"
         header[name] = {
-            "dtype": _NAMES.get(dtype, plain),
+            "dtype": "U8" if name in plain else _NAMES.get(dtype, usual),
             "shape": array.shape,
             "data_offsets": (begin, end),
         }
@@ -332,7 +335,7 @@ def load_safetensors(
             arrays[name] = _placed(flat.reshape(entry["shape"]), wanted.get(name))
             jax.block_until_ready(arrays[name])  # the host holds one at a time
     found: dict[str, Any] = {}
-    for name, description in _descriptions(op, texts).items():
+    for name, description in descriptions_in(op, texts).items():
         parts: dict[str, Any] = {
             part: arrays.pop(f"{name}.{part}", None) for part in ("values", "scales")
         }
@@ -346,7 +349,7 @@ def load_safetensors(
         raise ValueError(f"{op}: the file has an array {min(twice)!r} and describes an MXArray so")
     found |= arrays
     if like is not None:
-        _require_alike(op, found, like)
+        require_alike(op, found, like)
     return found
 
 
@@ -370,7 +373,7 @@ def _placed(array: np.ndarray, like: Any) -> jax.Array:
     return jax.device_put(array, where)
 
 
-def _descriptions(op: str, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def descriptions_in(op: str, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The static fields of each MXArray of a file, by its name.
 
     Raises:
@@ -444,7 +447,7 @@ def dtype_of(op: str, name: str, dtype: str) -> np.dtype:
     return kind
 
 
-def _require_alike(op: str, found: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+def require_alike(op: str, found: Mapping[str, Any], like: Mapping[str, Any]) -> None:
     """Raises ValueError where what was found is not what was expected."""
     if missing := sorted(like.keys() - found.keys()):
         raise ValueError(f"{op}: the file has no {missing[0]!r}")

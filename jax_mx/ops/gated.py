@@ -1,7 +1,5 @@
 """`gated`: activations between products, as floats with a derivative and quantized."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, overload
 
 import jax

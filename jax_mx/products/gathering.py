@@ -1,7 +1,5 @@
 """`gather_weight`: weights that are split among devices, quantized there and then gathered."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Activations and their derivatives in jnp; see facts/activations.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

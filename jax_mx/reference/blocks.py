@@ -7,8 +7,6 @@ not saturate casts to float8; exp2 is inexact at most integers.
 Blocks lie along the last dimension, which has length `BLOCK`; square ones along the last two.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from fractions import Fraction

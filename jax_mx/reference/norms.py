@@ -1,7 +1,5 @@
 """Root mean square norms, with the order of every sum; see `jax_mx.rms_norm`."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
