@@ -319,6 +319,7 @@ STORED = {  # a file of benchmarks/results, and options of the command line that
     "h100_step": ("step", "--ways", "bf16"),
 }
 TRAINED = {  # which takes longer
+    "h100_decode_step": ("decode", "--batches", "1", "--ways", "bf16*", "mxfp8"),
     "h200x2_moe": ("moe_sharded", "--data", "2"),
     "h200_moe_step": ("moe_step", "--ways", "bf16"),
 }
