@@ -425,6 +425,7 @@ def test_keys_are_each_shards_own():
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*by a key that is a constant of the program")
 def test_each_shard_rounds_by_numbers_of_its_own():
     """The same tokens and experts on all shards, and one key: no two round alike."""
     rng = np.random.default_rng(0)
