@@ -52,13 +52,19 @@ OF_ROWS = numbers(axes=(1, 2), groups=ROWS)
 OF_SUMS = numbers(groups=SUMS, align=128)
 
 
-@functools.cache
-def compiled(own, name, reads_floats, **params):
-    def product(lhs, rhs, sizes):
+def product(own, name="tcgen05", reads_floats=False):
+    """An implementation, as a function of operands and sizes."""
+
+    def run(lhs, rhs, sizes):
         served = Served(name, reads_floats=reads_floats)
         return IMPLEMENTATIONS[name].compute(Contraction(own, lhs, rhs, sizes), served)
 
-    return mosaic.executed(product, **params)
+    return run
+
+
+@functools.cache
+def compiled(own, name, reads_floats, **params):
+    return mosaic.executed(product(own, name, reads_floats), **params)
 
 
 def multiplied(own, lhs, rhs, sizes=None, name="tcgen05", reads_floats=False, **params):
@@ -238,11 +244,8 @@ def test_no_race(change, monkeypatch):
     if change:
         change(monkeypatch)
     x, w = (integers(rng(i), (n, 1280), MXFP8_E4M3) for i, n in enumerate((128, 40)))
-    # Many copies at once: two that share a number count as one after the other.
-    how = {"detect_races": True, "num_tma_threads_per_device": 64}
-    program = compiled.__wrapped__(numbers(), "tcgen05", False, **how)
-    y = program(tiled(x), tiled(w), None)
-    assert mosaic.found_races() == bool(change)
+    has_race, y = mosaic.races(product(numbers()), tiled(x), tiled(w), None)
+    assert has_race == bool(change)
     if not change:
         assert_equal(y, wanted(x, w))
 
@@ -263,7 +266,7 @@ def test_mistakes_are_noticed(mutation, monkeypatch):
     own = blackwell._items_of_rows
     monkeypatch.setattr(blackwell, "_items_of_rows", lambda *args: MUTATIONS[mutation](own(*args)))
     x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(1), (2, 136, 160), MXFP8_E4M3)
-    program = compiled.__wrapped__(OF_ROWS, "tcgen05", False)
+    program = mosaic.executed(product(OF_ROWS))
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=r"differ|Out-of-bounds"):
         y = program(tiled(x), tiled(w), jnp.array([70, 150], jnp.int32))
         assert_equal(y, wanted(x, w, [70, 150]))
@@ -341,12 +344,12 @@ def test_layers_by_the_kernel(name, recipe, on_blackwell, monkeypatch):
         names.append(served.implementation)
         row = IMPLEMENTATIONS[served.implementation]
 
-        def product(lhs, rhs, sizes):
+        def run(lhs, rhs, sizes):
             own = dataclasses.replace(call, lhs=lhs, rhs=rhs, sizes=sizes)
             return row.compute(own, served)
 
         with jax.disable_jit(False):
-            return mosaic.executed(product)(call.lhs, call.rhs, call.sizes)
+            return mosaic.executed(run)(call.lhs, call.rhs, call.sizes)
 
     monkeypatch.setattr(multiply, "multiplied", multiplied)
     with jax.disable_jit():  # each product has arrays
