@@ -215,7 +215,7 @@ class Way:
         return {}
 
     def prepared(self, weights: Weights) -> Weights:
-        """A layer's weights, once a step: outside of what a checkpoint computes again."""
+        """The weights of all layers, once a step: outside of what a checkpoint computes again."""
         return weights
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
@@ -273,9 +273,8 @@ class Ours(Way):
         """Quantized, where that is asked for."""
         if not self.once:
             return weights
-
-        narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
-        return jax_mx.quantize_weights(narrow, self.recipe)  # norms have one row, and stay
+        # Norms have one row, and stay.
+        return jax_mx.quantize_weights(weights, self.recipe, stacked=1)
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
         """By `jax_mx.matmul`."""
@@ -409,7 +408,7 @@ class Model:
 
         def body(x: jax.Array, of_layer: Any) -> tuple[jax.Array, None]:
             w, kept = of_layer
-            return layer(x, self.way.prepared(w), kept), None
+            return layer(x, w, kept), None
 
         def whole(name: str) -> jax.Array:
             return self.split.whole(weights[name].astype(jnp.bfloat16))
@@ -418,7 +417,8 @@ class Model:
             return table[text]
 
         x = self.split.locally(embedded, whole("embedding"), text[:, :-1], whole=1)
-        x, _ = jax.lax.scan(body, x, (weights["layers"], scales))
+        layers = self.way.prepared(weights["layers"])
+        x, _ = jax.lax.scan(body, x, (layers, scales))
         logits = normed(x, weights["norm"]) @ whole("out")
         return self.split.locally(cross_entropy, logits, text[:, 1:]).mean()
 

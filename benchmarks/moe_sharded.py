@@ -10,8 +10,6 @@ in the same run. "dispatch" is what brings tokens to experts, quantizing and rou
 devices, among which tokens move.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial

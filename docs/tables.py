@@ -4,8 +4,6 @@ The site has all of them (docs/conf.py writes them when it is built). README.md 
 between comments: `python -m docs.tables` writes it anew, and a test fails where it is not so.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import json
@@ -15,15 +13,13 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import jax
-import jax.numpy as jnp
-
-import jax_mx
 from benchmarks import shapes
 from benchmarks.record import LARGE, RESULTS, command
 from benchmarks.report import one_run, read
-from jax_mx.facts import amd, formats, verified, windows
+from jax_mx.command.multiplying import multiplying
+from jax_mx.facts import amd, formats, verified
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
@@ -32,6 +28,7 @@ from jax_mx.facts.variants import differ_in_bits, variants
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SOURCES, existing
 from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.products import blackwell
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
@@ -57,26 +54,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 # ---- what runs where -----------------------------------------------------------------------------
 def chips() -> list[str]:
     """A row for each arch: its chips, who makes its kernels, what serves products, where it ran."""
-    rows = [
-        (arch, ", ".join(own.values()), NAMES[dsl], products_on(next(iter(own))), state(arch))
-        for dsl, archs in ARCHS.items()
-        for arch, own in archs.items()
-    ]
-    rows.append(("", "all other devices, CPUs too", "XLA", '`"xla"`', "the reference itself"))
-    head = ("arch", "GPUs", "quantizers from", "products by", "our kernels were")
-    return table(head, rows)
-
-
-def products_on(chip: str) -> str:
-    """What serves a product in MXFP8 on a chip: in windows of 32, of 256 and of rows."""
-    w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 512), (1024, 512)))
-    found: list[str] = []
-    for window in (formats.BLOCK, 256, windows.ROW):
-        product = functools.partial(jax_mx.matmul, recipe=jax_mx.Recipe(window=window))
-        (call,) = jax_mx.explain(product, x, w, device=chip).calls
-        if call.chosen not in found:
-            found.append(call.chosen)
-    return ", ".join(f'`"{name}"`' for name in found)
+    makers = {arch: NAMES[dsl] for dsl, archs in ARCHS.items() for arch in archs}
+    with mock.patch.object(blackwell, "VERSION", (0,)):  # as the newest JAX has it
+        multiplies = multiplying()
+    rows: list[tuple[str, ...]] = []
+    for each in multiplies:
+        arch, served = each["arch"], (each["dense"], each["grouped"])
+        names = [", ".join(f'`"{name}"`' for name in own) for own in served]
+        where = "; ".join(f'`"{name}"`: {how}' for name, how in each["executed"].items())
+        rows.append((arch, each["products"], makers[arch], state(arch), *names, where))
+    other = ("", "all other devices, CPUs too", "XLA", "the reference itself")
+    rows.append((*other, '`"xla"`', '`"xla"`', ""))
+    head = ("arch", "GPUs", "quantizers from", "our kernels were", "products by")
+    return table((*head, "over groups by", "products' kernels ran in"), rows)
 
 
 def state(arch: str) -> str:
@@ -473,8 +463,9 @@ def _unmeasured(name: str) -> list[str]:
 STEPS = {
     "bf16": "bfloat16",
     "auto": '`jax_mx`, `recipe="auto"` (the default)',
-    "auto, explicit": "the same, on explicit axes",
-    "auto, shard_map": "the same, in `shard_map`",
+    "auto, mlp, once": "the same, with `mlp` and `quantize_weights`",
+    "auto, explicit": "the default, on explicit axes",
+    "auto, shard_map": "the default, in `shard_map`",
     "mxfp8": '`jax_mx`, `recipe="mxfp8"`',
     "tensorwise": "FP8, one scale a tensor, in plain JAX",
     "flax": "FP8 by flax, delayed scaling",
@@ -667,6 +658,21 @@ def speed_moe_step() -> list[str]:
     return [*lines, "", caption(about, command("moe_step"), EVERY)]
 
 
+def speed_decode() -> list[str]:
+    """A decoding step by batch and way."""
+    if not (RESULTS / "h100_decode_step.json").exists():
+        return _unmeasured("decode_step")
+    about, rows = results("h100_decode_step")
+    lines = table(
+        ("batch", "weights", "ms a token", "of bf16's time", "GB of weights"),
+        [
+            (row["batch"], row["way"], f"{row['ms']:.2f}", f"{row['ratio']:.2f}", row["weights_gb"])
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption(about, command("decode_step"), GEMMS)]
+
+
 def loss_moe(of: str = "moe_step_small") -> list[str]:
     """What a small transformer with experts learns, and which product costs MXFP4 what it loses."""
     about, rows = results(f"h200_{of}")
@@ -847,6 +853,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_layers": speed_layers,
     "speed_moe": speed_moe,
     "speed_moe_step": speed_moe_step,
+    "speed_decode": speed_decode,
     "loss_moe": loss_moe,
     "loss_moe_wide": functools.partial(loss_moe, "moe_step_wide"),
     "speed_collectives": speed_collectives,

@@ -1,7 +1,5 @@
 """`python -m jax_mx`: what this installation runs on this machine, and what MX does to tensors."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib
@@ -16,7 +14,7 @@ from typing import Any
 import jax
 
 import jax_mx
-from jax_mx.command import here, pictures, ran, samples, tensors
+from jax_mx.command import here, multiplying, pictures, ran, samples, tensors
 from jax_mx.command.options import PROGRAM, parse
 from jax_mx.command.output import Screen
 from jax_mx.facts.formats import BLOCK
@@ -105,6 +103,9 @@ class Report:
         title = "Kernels that are compiled already"
         self.screen.show(title, *here.held_table(self.facts["kernels"]))
         say(*here.demands(), "")
+        self.facts["products"] = multiplying.multiplying()
+        title = "What multiplies MXFP8 on each chip, with this JAX"
+        self.screen.show(title, *multiplying.multiplying_table(self.facts["products"]))
 
     def versions(self) -> str:
         """The versions of the library and of JAX."""
@@ -117,19 +118,19 @@ class Report:
         for name, tensor in self.tensors():
             shown = samples.printable(name)
             try:
-                tensor, axis, remarks = samples.admit(tensor, options.axis, options.dtype)
+                sample = samples.admit(tensor, options.axis, options.dtype)
             except (TypeError, ValueError) as error:
                 self.facts["failures"].append({"name": shown, "reason": str(error)})
                 self.remark(name, str(error))
                 continue
             with self.screen.step(f"quantizing {shown}"):
-                call = shown, tensor, axis, options.format
+                call = shown, sample, options.format
                 measured = list(tensors.measure(*call, options.scaling))
                 rows += measured
                 if options.plot:
                     drawn = pictures.histograms(*call, options.scaling[0], measured)
                     self.histograms.append(drawn)
-            for remark in remarks:
+            for remark in sample.notes:
                 self.remark(name, remark)
         self.compare(rows)
         title = f"Tensors in {options.dtype} (--help explains the columns)"

@@ -6,8 +6,6 @@ a compiler targets. NVIDIA's "a" archs run on exactly one capability; an "f" arc
 first number (sm_80: 8.0 to 8.9).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 # By the DSL that compiles for them: arch -> the chips that its binaries serve, with their products.
@@ -41,6 +39,8 @@ DSLS: Mapping[str, str] = {platform: dsl for dsl, platform in PLATFORMS.items()}
 # The chips whose tensor cores multiply OCP's FP8, and those that take E8M0 scales as well.
 FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
 SCALED_DOT = ("sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
+# The chips whose tensor cores sum in tensor memory, by tcgen05's instructions.
+TCGEN05 = ("sm_100", "sm_103")
 
 
 def arch_of(chip: str) -> str | None:

@@ -5,8 +5,6 @@ are made of, or split what makes them as their reader wants it. Behind this iden
 split as what makes it is, and XLA moves no conversion of types past it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`ragged_dot`: jax.lax.ragged_dot with its operands in MX."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

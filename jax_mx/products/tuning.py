@@ -1,7 +1,5 @@
 """`autotune` measures the calls of a function, `explain` says what serves them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time
