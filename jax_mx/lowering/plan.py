@@ -27,7 +27,7 @@ from jax_mx.facts.layouts import (
     ValueLayout,
 )
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
-from jax_mx.facts.product_kernels import ProductKernel
+from jax_mx.facts.product_kernels import RESULTS, ProductKernel
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import ROW, Window, in_blocks, of_kernels
@@ -262,6 +262,7 @@ class ProductPlan:
         columns.
       floats: the dtype of its floats, where kernels take several.
       source: what makes the floats, of "amaxes"; they come out, too.
+      tiled: whether x's values and scales lie in AMD's tiles, and W's; kernels for AMD read them.
     """
 
     op: str
@@ -275,6 +276,7 @@ class ProductPlan:
     free: bool = False
     floats: str = ""
     source: Source = X
+    tiled: tuple[bool, bool, bool, bool] = (False, False, False, False)
     # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
@@ -303,8 +305,12 @@ class ProductPlan:
 
     @property
     def scalars(self) -> dict[str, int]:
-        """The numbers that a kernel may ask for by name: a product's asks for none."""
-        return {}
+        """The numbers that a kernel may ask for by name."""
+        if self.dtype.name not in RESULTS:
+            return {}
+        tiled = sum(is_tiled << i for i, is_tiled in enumerate(self.tiled))
+        result = RESULTS.index(self.dtype.name)
+        return {"result": result, "grouped": int(self.grouped), "tiled": tiled}
 
     def product(self, dsl: str) -> ProductKernel:
         """The kernel that it asks for, which may be none of those that there are."""
