@@ -26,7 +26,7 @@ from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, dequantize
-from jax_mx.products import kernel_plans, kernels
+from jax_mx.products import amd, kernel_plans, kernels
 from jax_mx.products.contraction import (
     SUMS,
     Contraction,
@@ -394,6 +394,7 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
             kernels.NAME, "cuda", kernels.support, kernels.run, kernels.preferred, FP8_ERROR
         ),
         *map(_tiling, kernel_plans.ROWS),
+        ProductImplementation(amd.NAME, "rocm", amd.support, kernels.run, amd.preferred),
         ProductImplementation(
             "fp8", "any", _fp8_support, _fp8, _on(chip_table.FP8.__contains__), FP8_ERROR,
             ops=(DENSE,),
