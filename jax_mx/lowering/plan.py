@@ -27,7 +27,7 @@ from jax_mx.facts.layouts import (
     ValueLayout,
 )
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
-from jax_mx.facts.product_kernels import RESULTS, ProductKernel
+from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import ROW, Window, in_blocks, of_kernels
@@ -306,11 +306,7 @@ class ProductPlan:
     @property
     def scalars(self) -> dict[str, int]:
         """The numbers that a kernel may ask for by name."""
-        if self.dtype.name not in RESULTS:
-            return {}
-        tiled = sum(is_tiled << i for i, is_tiled in enumerate(self.tiled))
-        result = RESULTS.index(self.dtype.name)
-        return {"result": result, "grouped": int(self.grouped), "tiled": tiled}
+        return {"tiled": sum(is_tiled << i for i, is_tiled in enumerate(self.tiled))}
 
     def product(self, dsl: str) -> ProductKernel:
         """The kernel that it asks for, which may be none of those that there are."""

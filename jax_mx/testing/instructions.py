@@ -286,6 +286,7 @@ SCALAR: Mapping[str, Op] = {
     **{f"s_lshl{n}_add_u32": ("uu", _shifted_sum(n)) for n in range(1, 5)},
     "s_bcnt1_i32_b64": ("U", _nonzero(_ones)),
     "s_bitcmp0_b32": ("uu", lambda x, n, _: (None, _right(x, n) & U32(1) == 0)),
+    "s_bitcmp1_b32": ("uu", lambda x, n, _: (None, _right(x, n) & U32(1) == 1)),
     "s_lshl_b64": ("Uu", _nonzero(_left64)),
     "s_lshr_b64": ("Uu", _nonzero(_right64)),
     "s_ashr_i64": ("Iu", _nonzero(lambda x, n: bits(_right64(x, n)))),

@@ -7,6 +7,7 @@ Tiles lie at multiples of their sides, whichever groups their rows belong to: so
 scales and codes may lie in are whole, and a tile of several groups is computed for each of them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from flydsl._mlir.dialects import llvm
 from flydsl.expr import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu, range_constexpr
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Format
-from jax_mx.facts.launch import Extent, Factor, GridTerm, Scalar
+from jax_mx.facts.launch import Extent, Factor, GridTerm, Scalar, constant
 from jax_mx.facts.layouts import SHUFFLED_32X8
 from jax_mx.facts.product_kernels import RESULTS, ProductKernel
 from jax_mx.facts.signatures import Array, Role, signature_of
@@ -32,6 +33,7 @@ from jax_mx.kernels.flydsl.kernel import (
     pointer,
     shared_pointer,
     store_words,
+    tiles_of,
 )
 from jax_mx.kernels.geometry import Extents, Place
 
@@ -91,13 +93,18 @@ class Operand:
             found.append(load_words(self.codes, where, self.size // 4, align))
         return found
 
+    def line_of_scales(self, row) -> Int64:
+        """Where the scales of a row of the tile begin, if they lie in rows."""
+        row = self.slab * as_int64(self.rows) + as_int64(self.near(row))
+        return row * as_int64(self.blocks)
+
     def load_scale(self, row, block):
         """The scale of a row of the tile and a block; beyond K the last one."""
-        row, block = self.near(row), smaller(block, self.blocks - Uint32(1))
-        plain = (self.slab * as_int64(self.rows) + as_int64(row)) * as_int64(self.blocks)
-        size = Extents(self.rows, self.blocks)
-        tiled = offset_in_tiles(SHUFFLED_32X8, Place(self.slab, row, block), size)
-        return load_byte(self.scales + self.scales_tiled.select(tiled, plain + as_int64(block)))
+        block = smaller(block, self.blocks - Uint32(1))
+        place = Place(self.slab, self.near(row), block)
+        tiled = offset_in_tiles(SHUFFLED_32X8, place, Extents(self.rows, self.blocks))
+        plain = self.line_of_scales(row) + as_int64(block)
+        return load_byte(self.scales + self.scales_tiled.select(tiled, plain))
 
     def kept(self, words: list[list], step, thread, span: tuple) -> list[list]:
         """Codes of a step with zeros in place of those outside of a part of K."""
@@ -154,16 +161,61 @@ class Scaled:
         """How many times 16 bytes a row has in LDS."""
         return self.depth // self.unit(format)
 
-    def factors(self, operand: Operand, step, base) -> list:
+    @flyc.jit
+    def factors(self, operand, step, base):
         """Words of scales: of rows r and r + 16 below `base` in turns, of block g, then of g + 4.
 
-        That is what a lane (r, g) finds in a word of AMD's tiles.
+        That is what a lane (r, g) has in a word of AMD's tiles.
         """
-        row, g = lane_of_tile()
-        block, found = step * Uint32(SCALE_TILE[1]) + g, []
-        for i in range(0, self.kernel.each, 2):
-            top = base + Uint32(SIDE * i) + row
-            four = [(top + Uint32(r), block + Uint32(c)) for c in (0, 4) for r in (0, SIDE)]
+        found = [Uint32(0) for _ in range_constexpr(self.kernel.each // 2)]
+        in_words = operand.blocks % Uint32(4) == Uint32(0)
+        if operand.scales_tiled:
+            found = self.of_tiles(operand, step, base)
+        else:
+            if in_words & fx.Boolean(self.kernel.aligned):
+                found = self.of_words(operand, step, base)
+            else:
+                found = self.of_bytes(operand, step, base)
+        return found
+
+    def tops(self, base) -> list:
+        """The first row of each two times sixteen below `base`."""
+        return [base + Uint32(SIDE * i) for i in range(0, self.kernel.each, 2)]
+
+    def of_tiles(self, operand: Operand, step, base) -> list:
+        """See `factors`: of scales in tiles, which have whole ones."""
+        down, across = tiles_of(SHUFFLED_32X8, Extents(operand.rows, operand.blocks))
+        step, found = smaller(step, across - Uint32(1)), []
+        for top in self.tops(base):
+            tile = operand.slab * as_int64(down)
+            tile = tile + as_int64((operand.first + top) // Uint32(SCALE_TILE[0]))
+            tile = tile * as_int64(across) + as_int64(step)
+            where = tile * math.prod(SCALE_TILE) + as_int64(convert.lane_id() * Uint32(4))
+            align = operand.kernel.aligned_to(Role.SCALES)
+            found += load_words(operand.scales, where, 1, align)
+        return found
+
+    def of_words(self, operand: Operand, step, base) -> list:
+        """See `factors`: of scales in rows of whole words."""
+        (row, g), found, last = lane_of_tile(), [], operand.blocks - Uint32(4)
+        one = g | (g + Uint32(4)) << 8  # of the bytes of two words, 12 is none
+        for top in self.tops(base):
+            lines = [operand.line_of_scales(top + row + Uint32(r)) for r in (0, SIDE)]
+            halves = []
+            for block in (0, 4):
+                at = smaller(step * Uint32(SCALE_TILE[1]) + Uint32(block), last)
+                two = [load_words(operand.scales, line + as_int64(at), 1, 4)[0] for line in lines]
+                select = one << 16 | Uint32(0x0C0C) if block else one | Uint32(0x0C0C0000)
+                halves.append(convert.bytes_by(select, two[1], two[0]))
+            found.append(halves[0] | halves[1])
+        return found
+
+    def of_bytes(self, operand: Operand, step, base) -> list:
+        """See `factors`: of scales in any rows."""
+        (row, g), found = lane_of_tile(), []
+        for top in self.tops(base):
+            block = step * Uint32(SCALE_TILE[1]) + g
+            four = [(top + row + Uint32(r), block + Uint32(c)) for c in (0, 4) for r in (0, SIDE)]
             a, b, c, d = (operand.load_scale(*place) for place in four)
             found.append(a | b << 8 | c << 16 | d << 24)
         return found
@@ -359,11 +411,13 @@ class Product:
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """The same of one of its arrays; `itemsize` is y's."""
-        if array.role is Role.REPLICATED:
+        return itemsize if array.name == "y" and not self.aligned else self.aligned_to(array.role)
+
+    def aligned_to(self, role: Role) -> int:
+        """The same of arrays but y."""
+        if role is Role.REPLICATED:
             return 4
-        if self.aligned and array.role is not Role.SCALES:
-            return 16
-        return itemsize if array.name == "y" else 1
+        return (4 if role is Role.SCALES else 16) if self.aligned else 1
 
     @property
     def extents(self) -> list[Extent]:
@@ -375,10 +429,9 @@ class Product:
 
     @property
     def scalars(self) -> list:
-        """The extents, and what a plan knows by name."""
-        scalars = [Scalar(4, extent) for extent in self.extents]
-        scalars += [Scalar(4, name) for name in ("result", "grouped", "tiled")]
-        return [scalar.to_json() for scalar in scalars]
+        """The extents, the number of y's dtype, and which operands lie in tiles."""
+        scalars = [*self.extents, constant(0), "tiled"]
+        return [Scalar(4, scalar).to_json() for scalar in scalars]
 
     @property
     def grid(self) -> list:
@@ -402,12 +455,12 @@ class Product:
     @flyc.kernel
     def kernel(self, pointers, scalars):
         arrays = self.signature.named(pointers)
-        t, n, wide, groups, result, grouped, tiled = (Uint32(s) for s in scalars)
+        t, n, wide, groups, result, tiled = (Uint32(s) for s in scalars)
         x_format, w_format = self.product.formats
         blocks = wide * Uint32(x_format.codes_per_byte) // Uint32(BLOCK)
         total = blocks * Uint32(BLOCK) if const_expr(self.sums) else t
         number = Uint32(Int32(fx.block_idx.z if self.sums else fx.block_idx.y))
-        e, low, high, tile = self.group(arrays["group_sizes"], number, total, groups, grouped)
+        e, low, high, tile = self.group(arrays["group_sizes"], number, total, groups)
         slabs = [Int64(0), as_int64(smaller(e, groups - Uint32(1)))]  # of x and dW, or y and W
         slabs = slabs if const_expr(self.sums) else slabs[::-1]
         first = Uint32(Int32(fx.block_idx.x)) * Uint32(self.rows)
@@ -436,7 +489,7 @@ class Product:
         return composite(fx.struct, {name: fx.Array[Uint8, n, 16] for name, n in fields.items()})
 
     @flyc.jit
-    def group(self, sizes, number, total, groups, grouped):
+    def group(self, sizes, number, total, groups):
         """The group that has a tile, or is the `number`-th: itself, its begin and end, its first tile.
 
         Rows that no group has are the last one's. Each lane has one of 64 groups at a time.
@@ -448,7 +501,7 @@ class Product:
         for part in range(Int32(0), last, Int32(1)):
             g = Uint32(part) * Uint32(WAVE) + lane
             size = total // groups
-            if grouped == Uint32(1):
+            if fx.ptrtoint(sizes) != fx.Uint64(0):
                 where = as_int64(smaller(g, groups - Uint32(1))) * 4
                 size = load_words(sizes, where, 1, 4)[0]
             size = ((g < groups) & (Int32(size) > 0)).select(smaller(size, total), Uint32(0))
@@ -569,7 +622,9 @@ def launches(
 ) -> dict[str, Any]:
     """What the manifest says of a binary's launches: per dtype of y, the same entries."""
     found = {}
-    for result in RESULTS:
+    for number, result in enumerate(RESULTS):
+        scalars = [*kernels[0].scalars]
+        scalars[-2] = Scalar(4, constant(number)).to_json()
         entries = [
             {
                 "symbol": symbol,
@@ -582,5 +637,5 @@ def launches(
             }
             for kernel, symbol in zip(kernels, sorted(usage), strict=True)
         ]
-        found[result] = {"scalars": kernels[0].scalars, "entries": entries}
+        found[result] = {"scalars": scalars, "entries": entries}
     return found
