@@ -177,8 +177,6 @@ def test_every_number_of_rows(rows):
     compare(*FEW[rows % 2 * 2], (rows, 33, 96), dtype=RESULTS[rows % 3])
 
 
-
-
 # ---- by callers ---
 def loss(f, x, w):
     y = f(x, w).astype(jnp.float32)

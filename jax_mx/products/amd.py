@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from jax_mx.facts import chips as chip_table
+import jax
+from jax.sharding import get_abstract_mesh
+
+from jax_mx.facts.layouts import ROW_MAJOR, SHUFFLED_32X8, ScaleLayout
 from jax_mx.facts.product_kernels import PRODUCTS, RESULTS
-from jax_mx.lowering import registry
+from jax_mx.lowering import products, registry, targets
 from jax_mx.lowering.plan import ProductPlan
-from jax_mx.products.contraction import ROWS, SUMS, Contraction, Served, both_along, refused
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products import kernels
+from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, both_along, refused
 
 NAME = "flydsl"
 _TILE = 128  # rows of x
@@ -55,11 +61,61 @@ def _obstacle(contraction: Contraction, chips: Sequence[str]) -> str:
     if numbers.groups == ROWS and (contraction.axes[0] != -1 or w.axis != -1):
         return "wants groups' operands in blocks along the last axis"
     if numbers.exact and "gfx950" in chips:
-        return "multiplies scaled codes, whose sums AMD does not describe, and the call asks for more"
+        return (
+            "multiplies scaled codes, whose sums AMD does not describe, and the call asks for more"
+        )
     return ""
 
 
-def preferred(contraction: Contraction, platform: str, chips: Sequence[str]) -> bool:
-    """Whether a rule prefers kernels: on all of AMD's chips."""
-    del contraction, platform
-    return bool(chips) and all(chip in chip_table.chips_of(NAME) for chip in chips)
+def run(contraction: Contraction, served: Served) -> jax.Array:
+    """The product; operands are brought to (..., rows, bytes), as far as they do not lie so."""
+    numbers, plan = contraction.numbers, served.plan
+    assert plan is not None  # `support`
+    batches = ((), (0,)) if numbers.groups == ROWS else numbers.batch
+    pairs = zip((contraction.lhs, contraction.rhs), numbers.contracting, batches, strict=True)
+    (x, *of_x), (w, *of_w) = (
+        _side(mx, dims[0], batch, flat=i == 0) for i, (mx, dims, batch) in enumerate(pairs)
+    )
+    if numbers.groups != SUMS:  # W has matrices, one at least
+        w = [a[None] if a.ndim == 2 else a for a in w]
+    plan = dataclasses.replace(plan, tiled=(*of_x, *of_w))
+    sizes = [contraction.sizes] if numbers.groups else []
+    y = products.product([*x, *w, *sizes], plan)
+    if numbers.groups:
+        return y
+    lengths = [contraction.lhs.shape[d] for d in (*numbers.batch[0], *contraction.free(0))]
+    return y.reshape(*lengths, *(contraction.rhs.shape[d] for d in contraction.free(1)))
+
+
+def _side(x: MXArray, contracted: int, batch: Dims, flat: bool) -> tuple:
+    """An operand's codes and scales, and which of them lie in tiles.
+
+    `flat`: all rows are one matrix, so that only tiles of one matrix are those of it.
+    """
+    last = x.ndim - 1
+    if len(x.block) == 2:  # its transposed array is the array transposed
+        x, contracted = (x if contracted == last else x.mT).expand(-1), last
+    own = x.ndim - 2 == (0 if flat else len(batch))
+    if x.scale_layout.is_tiled and own and contracted == last and x.axis == -1:
+        tiles = x.scales.shape
+        down, across = (n * tile for n, tile in zip(tiles[-3:-1], x.scale_layout.tile, strict=True))
+        return [x.values, x.scales.reshape(*tiles[:-3], down, across)], False, True
+    rows, _ = kernels.matrix(x.with_scales_in(ROW_MAJOR), contracted, batch)
+    arrays = [rows.values, rows.scales]
+    return [_merged(a) for a in arrays] if flat else arrays, False, False
+
+
+def _merged(a: jax.Array) -> jax.Array:
+    """All rows in one matrix."""
+    return a.reshape(-1, a.shape[-1])
+
+
+# ---- what quantizers write for it ---
+def layout_for(arrays: Sequence[Any]) -> ScaleLayout:
+    """The layout of scales that products of a trace read fastest: on gfx950 of a lane a word.
+
+    On a mesh they stay in rows: shards of tiles are whole tiles.
+    """
+    chips = targets.chips_of_trace(arrays)
+    reads_tiles = bool(chips) and all(chip == "gfx950" for chip in chips)
+    return SHUFFLED_32X8 if reads_tiles and get_abstract_mesh().empty else ROW_MAJOR

@@ -20,6 +20,7 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.arrangements import Arrangement, what_of
 from jax_mx.products.auto import resolved_for_groups
+from jax_mx.products.reads import layout_for
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import Recipe, check_frozen
 
@@ -42,7 +43,7 @@ def operand_of(op: str, name: str, x: Any) -> Any:
     """
     x = held(x)
     if isinstance(x, MXArray):
-        return checked(op, name, x).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
+        return _as_read(checked(op, name, x))
     if isinstance(x, QuantizedWeight):
         if name == "lhs":
             raise TypeError(f"{op}: lhs is a QuantizedWeight; weights go on the right-hand side")
@@ -115,6 +116,12 @@ def check_quantized(op: str, name: str, x: Any, side: Arrangement) -> None:
             f"{op}: {name} has blocks along dimension {', '.join(map(str, spans))}, the product "
             f"contracts {what}; {remedy}"
         )
+
+
+def _as_read(q: MXArray) -> MXArray:
+    """An `MXArray` with its values in rows, and its scales, unless products read their tiles."""
+    q = q.with_values_in(ROW_MAJOR_VALUES)
+    return q if q.scale_layout == layout_for([q.values]) else q.with_scales_in(ROW_MAJOR)
 
 
 def bias_of(op: str, name: str, bias: Any, shape: tuple[int, ...]) -> jax.Array | None:
@@ -225,7 +232,7 @@ def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight
         raise ValueError(f"{op}: {name} has the shape {tuple(shape)}, must have a matrix at least")
     if isinstance(w, MXArray):
         check_frozen(op, name, recipe)
-        w = checked(op, name, w).with_values_in(ROW_MAJOR_VALUES).with_scales_in(ROW_MAJOR)
+        w = _as_read(checked(op, name, w))
         at = w.axis % 3 if len(w.block) == 1 else 1
         if at == 0:
             raise ValueError(

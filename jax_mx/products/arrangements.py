@@ -93,6 +93,12 @@ class Arrangement(NamedTuple):
         return _merged(x, [*[1] * b, *([k, *runs] if self.swapped else [*runs, k])])
 
     @property
+    def is_moved(self) -> bool:
+        """Whether the arranged operand is another array."""
+        in_order = self.order == tuple(range(len(self.order)))
+        return not in_order or len(self.contracted) != 1 or len(self.free) > 1
+
+    @property
     def pads(self) -> tuple[int, int]:
         """How many zeros the last two axes of the arranged operand end with."""
         return (0, self.rows) if self.swapped else (self.rows, 0)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
 from jax_mx.facts.windows import Window, in_blocks
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.registry import Refusal, Support
@@ -78,6 +79,8 @@ class Contraction:
       like: an array of the result's shape that XLA is to split it as, or None; see splitting.py.
       unsplit: why devices do not share it by our rule (splitting.py), in a program that XLA splits
         among them; empty where they do, and in other programs.
+      carried: why Pallas does not lower it for chips that are not here, in a program that may leave
+        this machine; empty in others.
     """
 
     numbers: Numbers
@@ -86,6 +89,7 @@ class Contraction:
     sizes: Any = None
     like: Any = None
     unsplit: str = ""
+    carried: str = ""
 
     @property
     def op(self) -> str:
@@ -185,6 +189,16 @@ class Contraction:
         )
         return dataclasses.replace(self, lhs=lhs, rhs=rhs)
 
+    def in_layouts(self, layouts: Sequence[ScaleLayout]) -> Contraction:
+        """The contraction with scales in one of these layouts; those in others come to rows."""
+        lhs, rhs = (
+            x.with_scales_in(ROW_MAJOR)
+            if isinstance(x, MXArray) and x.scale_layout not in layouts
+            else x
+            for x in (self.lhs, self.rhs)
+        )
+        return dataclasses.replace(self, lhs=lhs, rhs=rhs)
+
     def split_like(self, form: Any, axis: int) -> Contraction:
         """The contraction, whose result XLA is to split as a form whose contracted axis is `axis`.
 
@@ -262,12 +276,14 @@ def _words(x: Any) -> str:
     return " ".join(filter(None, parts))
 
 
+def is_along(x: MXArray, dim: int) -> bool:
+    """Whether blocks run along a dimension."""
+    return dim - x.ndim in ((-2, -1) if len(x.block) == 2 else (x.axis,))
+
+
 def blocks_along(x: Any, dims: Sequence[int]) -> bool:
     """Whether an operand is MX with its blocks along the one contracted dimension."""
-    if not isinstance(x, MXArray) or len(dims) != 1:
-        return False
-    axes = (-2, -1) if len(x.block) == 2 else (x.axis,)
-    return dims[0] - x.ndim in axes
+    return isinstance(x, MXArray) and len(dims) == 1 and is_along(x, dims[0])
 
 
 def both_along(contraction: Contraction) -> bool:

@@ -17,11 +17,13 @@ import numpy as np
 
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arrangements import Arrangement, Arrangements
+from jax_mx.products.blackwell import align_for
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
@@ -131,6 +133,10 @@ def operand_for(
 
 def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:
     """An MXArray arranged like floats: its values and its scales, by themselves."""
+    if q.scale_layout.is_tiled and side.is_moved:
+        q = q.with_scales_in(ROW_MAJOR)
+    if q.scale_layout.is_tiled:
+        return q
     values, scales = side.arranged(q.values), side.arranged(q.scales)
     return dataclasses.replace(
         q, values=values, scales=scales, axis=-1 if len(q.block) == 2 else side.axis
@@ -490,7 +496,7 @@ def _gradients_of_groups(
 
 def align_of(recipe: Recipe) -> int:
     """The divisor of groups' sizes that keeps blocks and transforms along rows whole."""
-    return math.lcm(recipe.units.wgrad, lengths_of(recipe.window_in("wgrad"))[1])
+    return math.lcm(recipe.units.wgrad, lengths_of(recipe.window_in("wgrad"))[1], align_for([]))
 
 
 _product.defvjp(_fwd, _bwd, symbolic_zeros=True)

@@ -21,6 +21,7 @@ from jax_mx.products.arrangements import (
     dimensions_of,
 )
 from jax_mx.products.auto import Sizes, resolved
+from jax_mx.products.reads import layout_for
 from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, product
 from jax_mx.products.fallback import Fallback, plain_operands
 from jax_mx.products.implementations import named
@@ -162,7 +163,8 @@ def planned(
     sizes = functools.partial(_sizes, op, lhs, rhs, dimension_numbers)
     recipe = resolved(op, recipe, (lhs, rhs), sizes, is_free)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
-    keep_rows = not recipe.has_windows
+    # Tiles of scales are of 128 rows: rows that are one are fewer tiles.
+    keep_rows = not recipe.has_windows and not layout_for((lhs, rhs)).is_tiled
     layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
     sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
     floats = [x for _, x, _ in sides if not isinstance(x, MXArray)]

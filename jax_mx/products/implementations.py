@@ -22,11 +22,12 @@ from jax_mx.arrays.checks import is_symbolic
 from jax_mx.arrays.sharding import shards_of
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_DTYPE
+from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_32X8, ScaleLayout
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, dequantize
-from jax_mx.products import amd, kernel_plans, kernels
+from jax_mx.products import amd, blackwell, jax_blackwell, kernel_plans, kernels
 from jax_mx.products.contraction import (
     SUMS,
     Contraction,
@@ -56,6 +57,7 @@ class ProductImplementation(registry.Implementation):
       worth: whether `autotune` measures it for a contraction that it serves.
       ops: the public functions whose products it computes: dense ones, or those over groups.
       splits_itself: whether XLA knows how to split it among devices, and no rule of ours does.
+      layouts: of scales, that it reads as they lie; others are brought to rows for it.
     """
 
     support: Callable[[Contraction, Sequence[str]], Served]
@@ -65,6 +67,11 @@ class ProductImplementation(registry.Implementation):
     worth: Callable[[Contraction], bool] = lambda _: True
     ops: tuple[str, ...] = (DENSE, GROUPED)
     splits_itself: bool = False
+    layouts: tuple[ScaleLayout, ...] = (ROW_MAJOR,)
+
+    def compute(self, contraction: Contraction, served: Served) -> jax.Array:
+        """The product of arrays in any layout."""
+        return self.run(contraction.in_layouts(self.layouts), served)
 
 
 # ---- preferences ---
@@ -394,7 +401,14 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
             kernels.NAME, "cuda", kernels.support, kernels.run, kernels.preferred, FP8_ERROR
         ),
         *map(_tiling, kernel_plans.ROWS),
-        ProductImplementation(amd.NAME, "rocm", amd.support, kernels.run, amd.preferred),
+        ProductImplementation(
+            amd.NAME, "rocm", amd.support, amd.run, _on(chip_table.chips_of("flydsl").__contains__),
+            layouts=(SHUFFLED_32X8, ROW_MAJOR),
+        ),
+        ProductImplementation(
+            blackwell.NAME, "cuda", blackwell.support, blackwell.run,
+            _on(chip_table.TCGEN05.__contains__), FP8_ERROR, layouts=(BLOCKED_128X4, ROW_MAJOR),
+        ),
         ProductImplementation(
             "fp8", "any", _fp8_support, _fp8, _on(chip_table.FP8.__contains__), FP8_ERROR,
             ops=(DENSE,),
@@ -406,6 +420,10 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
         ProductImplementation(
             "pallas", "cuda", _pallas_support, _pallas,
             _on(lambda chip: chip_table.arch_of(chip) == "sm_90a"), ops=(GROUPED,),
+        ),
+        ProductImplementation(
+            jax_blackwell.NAME, "cuda", jax_blackwell.support, jax_blackwell.run,
+            jax_blackwell.preferred,
         ),
         ProductImplementation("dequantize", "any", _any("dequantize", True), _dequantize, _on_gpus),
         ProductImplementation("xla", "any", _any("xla", False), _plain, _always),

@@ -145,7 +145,7 @@ def _lower(platform: str | None, ctx: Any, *leaves: Any, tree: Any, numbers: Num
     def product(*leaves: Any) -> list[jax.Array]:
         own = splitting.of_arrays(contraction_of(tree, leaves, numbers))
         with jax.named_scope(f"by_{served.implementation}"):  # so that profiles and dumps say it
-            return [IMPLEMENTATIONS[name].run(own, served)]
+            return [IMPLEMENTATIONS[name].compute(own, served)]
 
     rule: Any = mlir.lower_fun(product, multiple_results=True)
     return rule(ctx, *leaves)

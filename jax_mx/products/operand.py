@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax_mx import reference
 from jax_mx.arrays.sharding import is_explicit, shards_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
-from jax_mx.facts.layouts import ROW_MAJOR_VALUES
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import SHARD, Window, lengths_of, share_a_read
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import made
@@ -31,6 +31,7 @@ from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessin
 from jax_mx.ops.quantizing import WithSums, called
 from jax_mx.ops.requantize import requantize
 from jax_mx.products.arrangements import Arrangement, padded
+from jax_mx.products.reads import layout_for
 
 
 class Use(NamedTuple):
@@ -314,6 +315,7 @@ class Unquantized:
             formats=tuple(part.use.format for part in parts),
             axis=-1 if both or square else parts[0].axis,
             scaling=self.blocks.scaling,
+            scale_layout=ROW_MAJOR if square else layout_for([x]),
             transpose=(False, transpose[1]) if both else transpose[0],
             block=(BLOCK, BLOCK) if square else BLOCK,
             value_layouts=(ROW_MAJOR_VALUES,) * len(parts),
@@ -405,6 +407,7 @@ class Moved(Unquantized):
                     axis=axis,
                     transpose=True,
                     scaling=self.blocks.scaling,
+                    scale_layout=layout_for([self.x.values]),
                     window=use.window,
                     hadamard=use.hadamard,
                     rounding=use.rounding,

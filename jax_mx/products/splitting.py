@@ -31,6 +31,7 @@ from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.implementations import IMPLEMENTATIONS
 
 NAME = "product"
+_CARRIED = "is lowered for the chip that is here, and this program may leave it"
 
 
 class Splitting(NamedTuple):
@@ -76,6 +77,8 @@ class Splitting(NamedTuple):
 def splitting_of(contraction: Contraction, target: Target) -> Splitting:
     """How the devices of a program share a contraction of abstract operands."""
     windows = _windows_of(contraction, target)
+    if target.carries:
+        contraction = dataclasses.replace(contraction, carried=_CARRIED)
     if not target.partitioned:
         return Splitting(_in(contraction, ROW))
     why = _obstacle(contraction, target)
@@ -122,6 +125,8 @@ def _obstacle(contraction: Contraction, target: Target) -> str:
     sides = (contraction.lhs, contraction.rhs)
     if any(0 in x.shape for x in sides):
         return "has no elements to split"
+    if any(isinstance(x, MXArray) and x.scale_layout.is_tiled for x in sides):
+        return "has scales in tiles"
     return partition.obstacle(target, jax.tree.leaves((*sides, contraction.sizes)))
 
 
@@ -270,7 +275,7 @@ def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
 
 def computed(contraction: Contraction, served: Served, windows: int = 1) -> jax.Array:
     """The product by the implementation that serves it, window by window of what is contracted."""
-    run = IMPLEMENTATIONS[served.implementation].run
+    run = IMPLEMENTATIONS[served.implementation].compute
     if windows == 1 or (served.plan is None and served.implementation != "fp8"):
         return run(contraction, served)
     wide = np.dtype(np.float32)

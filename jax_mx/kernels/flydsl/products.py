@@ -14,7 +14,17 @@ from typing import Any
 import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl._mlir.dialects import llvm
-from flydsl.expr import Float32, Int32, Int64, Uint8, Uint16, Uint32, const_expr, gpu, range_constexpr
+from flydsl.expr import (
+    Float32,
+    Int32,
+    Int64,
+    Uint8,
+    Uint16,
+    Uint32,
+    const_expr,
+    gpu,
+    range_constexpr,
+)
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Format
 from jax_mx.facts.launch import Extent, Factor, GridTerm, Scalar, constant
@@ -321,7 +331,9 @@ class Floats:
         """Codes into LDS as floats, a row after the other."""
         for i, (few, scale) in enumerate(zip(words, factors, strict=True)):
             row, unit = operand.place(i, thread)
-            fours = few if operand.bits == 8 else [f for word in few for f in convert.in_order(word)]
+            fours = (
+                few if operand.bits == 8 else [f for word in few for f in convert.in_order(word)]
+            )
             factor, poison = [convert.factor_of(scale)] * 4, convert.poison_of(scale)
             how = (operand.format, "bfloat16", self.kernel.arch)
             floats = [f for four in fours for f in convert.unpack_four(four, factor, poison, *how)]
@@ -340,7 +352,10 @@ class Floats:
             )
             for k in (0, 2):
                 halves = [
-                    [fx.Vector.from_elements(four[k : k + 2], Uint32).bitcast(Uint16) for four in side]
+                    [
+                        fx.Vector.from_elements(four[k : k + 2], Uint32).bitcast(Uint16)
+                        for four in side
+                    ]
                     for side in (left, right)
                 ]
                 name = "llvm.amdgcn.mfma.f32.16x16x16bf16.1k"
@@ -477,7 +492,9 @@ class Product:
         w = Operand(self, w_format, (arrays["codes"], arrays["scales"], shared.w),
                     (slabs[0], n, first, blocks), (bit[2], bit[3]))  # fmt: skip
         wave = convert.wave_id()
-        bases = [i * Uint32(SIDE * self.each) for i in (wave // Uint32(WAVES), wave % Uint32(WAVES))]
+        bases = [
+            i * Uint32(SIDE * self.each) for i in (wave // Uint32(WAVES), wave % Uint32(WAVES))
+        ]
         if top < lines[1]:
             sums = self.summed((w, x), bases, span)
             self.store(arrays["y"], sums, (w, x), bases, (slabs[1], lines), result)
@@ -586,7 +603,9 @@ class Product:
                     words = [value.bitcast(Uint32) for value in four]
                     self.store_four(y, at * 4, words, Uint32, (col, last, whole))
                 else:
-                    self.store_four(y, at * 2, self.rounded(four, result), Uint16, (col, last, whole))
+                    self.store_four(
+                        y, at * 2, self.rounded(four, result), Uint16, (col, last, whole)
+                    )
 
     def rounded(self, four: list, result) -> list:
         """Two words of four sums in 16 bits."""
@@ -617,9 +636,7 @@ def entries(product: ProductKernel, arch: str) -> list[Product]:
     return [Product(product, arch, aligned) for aligned in (True, False)]
 
 
-def launches(
-    kernels: Sequence[Product], usage: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
+def launches(kernels: Sequence[Product], usage: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What the manifest says of a binary's launches: per dtype of y, the same entries."""
     found = {}
     for number, result in enumerate(RESULTS):
