@@ -4,7 +4,6 @@ Small integers, of which sums are exact: results equal float64's. An access outs
 faults, results begin as poison, and addresses are aligned as an entry wants them and no more.
 """
 
-import dataclasses
 import functools
 import itertools
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import assert_equal, changed, float64, integers, wanted
+from exact import assert_equal, changed, integers, wanted
 
 import jax_mx
 from jax_mx.facts.chips import ARCHS
@@ -41,10 +40,12 @@ FEW = [
 each = pytest.mark.parametrize(
     "variant,arch",
     [
-        pytest.param(*one, id=f"{one[0].name}-{one[1]}", marks=[pytest.mark.thorough] * (one not in FEW))
+        pytest.param(
+            *one, id="-".join((one[0].name, one[1])), marks=[pytest.mark.thorough] * (one not in FEW)
+        )
         for one in EVERY
     ],
-)  # fmt: skip
+)
 
 
 class Product(Program):

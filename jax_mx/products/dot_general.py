@@ -21,11 +21,11 @@ from jax_mx.products.arrangements import (
     dimensions_of,
 )
 from jax_mx.products.auto import Sizes, resolved
-from jax_mx.products.reads import layout_for
 from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, product
 from jax_mx.products.fallback import Fallback, plain_operands
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
+from jax_mx.products.reads import layout_for
 from jax_mx.products.recipes import AUTO, Recipe, check_frozen, recipe_beside
 
 DimensionNumbers = Any  # as jax.lax.dot_general takes them

@@ -344,7 +344,7 @@ class Floats:
         """See `Scaled.multiplied`."""
         del factors
         each, (row, g) = range(self.kernel.each), lane_of_tile()
-        kind, none = fx.Vector.make_type(4, Uint16), [Int32(0)] * 3
+        none = [Int32(0)] * 3
         for part in range(2):
             left, right = (
                 [o.read(base + Uint32(SIDE * i) + row, g + Uint32(4 * part)) for i in each]
@@ -507,7 +507,7 @@ class Product:
 
     @flyc.jit
     def group(self, sizes, number, total, groups):
-        """The group that has a tile, or is the `number`-th: itself, its begin and end, its first tile.
+        """The group that has a tile, or is the `number`-th: itself, its span, its first tile.
 
         Rows that no group has are the last one's. Each lane has one of 64 groups at a time.
         """
