@@ -41,7 +41,9 @@ each = pytest.mark.parametrize(
     "variant,arch",
     [
         pytest.param(
-            *one, id="-".join((one[0].name, one[1])), marks=[pytest.mark.thorough] * (one not in FEW)
+            *one,
+            id="-".join((one[0].name, one[1])),
+            marks=[pytest.mark.thorough] * (one not in FEW),
         )
         for one in EVERY
     ],
@@ -99,17 +101,22 @@ def len_of(scales, q) -> int:
     return scales.shape[len(q.shape) - 2] * (32 if q.scale_layout.is_tiled else 1)
 
 
-def compare(product, arch, shape, sizes=None, *, entry=0, order="lockstep", edit=None, **how):
-    """An exact product of random integers; `edit` makes other operands of them."""
+def exact_product(product, arch, shape, sizes=None, *, edit=None, **how) -> tuple:
+    """A call of random integers, and what it must give; `edit` makes other operands of them."""
     t, n, k = shape
     rng, sums = np.random.default_rng(t * n + k), product.op == "wgrad_fp8"
     groups = () if sums or sizes is None else (len(sizes),)
     x = integers(rng, (t, k), product.formats[0])
     w = integers(rng, (*groups, n, k), product.formats[1])
     x, w = edit(x, w) if edit else (x, w)
-    y = Product(product, arch, x, w, sizes, **how).y(entry, order)
     want = wanted(x, w, None if sizes is None else np.asarray(sizes), sums=sums)
-    assert_equal(y, want, f"{product.name} {arch} {shape} {sizes} {entry} {order} {how}")
+    return Product(product, arch, x, w, sizes, **how), want
+
+
+def compare(product, arch, shape, sizes=None, *, entry=0, order="lockstep", **how):
+    program, want = exact_product(product, arch, shape, sizes, **how)
+    what = f"{product.name} {arch} {shape} {sizes} {entry} {order} {how}"
+    assert_equal(program.y(entry, order), want, what)
 
 
 SHAPES = [(5, 7, 96), (130, 132, 288), (257, 31, 544)]

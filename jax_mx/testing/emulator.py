@@ -320,7 +320,7 @@ class Emulator:
             if translate is None:
                 raise KeyError(form)
             step = translate(name, inst, pc + inst.size())
-        except (KeyError, AttributeError, NotImplementedError) as error:
+        except (KeyError, IndexError, AttributeError, NotImplementedError) as error:
             raise NotImplementedError(f"{name} ({form}) at {pc:#x}: {error}") from error
         if not isinstance(step, Branch):  # its target depends on where it is
             known[data[: inst.size()]] = step, inst.size(), name
@@ -538,9 +538,11 @@ class Emulator:
 
     def _vop3px2(self, name: str, inst: Any, _: int) -> Step:
         """The same of codes with scales, of which each lane has one in a byte of a register."""
-        _only(inst, abid=1, neg=0, neg_hi=0)  # 1: it has scales
+        _only(inst, x2encoding=0xD3AC, abid=1, neg=0, neg_hi=0)  # 1: it has scales
         if self.code.arch not in isa.MATRICES[name].archs:
             raise NotImplementedError(f"{self.code.arch} has no {name}")
+        if inst._raw & _NO_FIELD:
+            raise NotImplementedError("bits of no field")
         formats = tuple(isa.CODES[i] for i in (inst.cbsz, inst.blgp))
         sources = self._vectors("uu", (inst.scale_src0, inst.scale_src1), None)
         shifts = [8 * ((inst.opsel >> i & 1) + 2 * (inst.opsel_hi >> i & 1)) for i in range(2)]
@@ -579,6 +581,8 @@ class Emulator:
         """Two halves; which half of each source is a choice, and its sign."""
         if name in ("v_accvgpr_read", "v_accvgpr_write"):
             writes = name == "v_accvgpr_write"
+            _only(inst, clmp=0, neg=0, neg_hi=0, opsel=0, opsel_hi=3, opsel_hi2=1)
+            _unused(inst.src1, inst.src2)
             return _copy_accumulator(inst.src0.offset, not writes, inst.vdst.offset, writes)
         _only(inst, clmp=0)
         if name == "v_pk_mov_b32":
@@ -707,6 +711,7 @@ class Emulator:
             return (whole + offset)[w.active]
 
         kind, what = name.removeprefix("global_").split("_", 1)
+        _unused(inst.data if kind == "load" else inst.vdst)
         if kind == "load":
             size, part = isa.LOADS[what]
             to = _register(inst.vdst.offset, inst.acc)
@@ -735,6 +740,7 @@ class Emulator:
             group = np.broadcast_to(w.workgroup[:, None], w.active.shape)[w.active]
             return group, w.vector[index][w.active] + U32(offset)
 
+        _unused(*(() if two and not kind.startswith("read") else (inst.data1,)))
         if kind.startswith("read"):
             to, words = _register(inst.vdst.offset, inst.acc), max(size // 4, 1)
 
@@ -1048,6 +1054,9 @@ def _one_lane(source: Source, lane: Source, registers: Sequence[int], inst: Any)
 
 
 # ---- matrices ---
+_NO_FIELD = 0xFF | 3 << 14 | 0x1FF << 50  # of an instruction with scales, in its first half
+
+
 def _registers(w: Waves, register: int, accumulates: bool, count: int) -> np.ndarray:
     """Vector registers (count, waves, 64), themselves: plain ones, or accumulators behind them."""
     if register < VECTORS:
@@ -1067,6 +1076,12 @@ def _copy_accumulator(register: int, from_: bool, to: int, into: bool) -> Step:
         np.copyto(_registers(w, to, into, 1)[0], found, where=w.active)
 
     return step
+
+
+def _unused(*registers: Any) -> None:
+    """Raises where a field without use is not 0, as compilers leave it."""
+    if any(register.offset % VECTORS for register in registers):
+        raise NotImplementedError("a register in a field without use")
 
 
 def _nothing(w: Waves) -> None:
