@@ -81,7 +81,8 @@ def survivor_class(old: dict[str, Any], field: str) -> str:
         ("last", "gfx950", 120, 0.8, [((65, 96), "row_major"), ((65, 96), "row_major", "even")]),
         # Each of a product's 64 stores has a mask of its own, and most masks are the same.
         ("wgrad_fp8", "gfx942", 120, 0.8, [((130, 132, 288), [1, 0, 100, 170])]),
-        ("matmul_fp8", "gfx950", 60, 0.7, [((130, 132, 288), [1, 0, 100]), ((33, 7, 544), [1, 0, 31])]),
+        ("matmul_fp8", "gfx950", 60, 0.7,
+         [((130, 132, 288), [1, 0, 100]), ((33, 7, 544), [1, 0, 31])]),
         ("second_transposed", "gfx942", 120, 0.8,
          [((96, 80), "shuffled_32x8"), ((96, 80), "shuffled_32x8", "even")]),
     ],
