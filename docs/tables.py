@@ -15,15 +15,13 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import jax
-import jax.numpy as jnp
-
-import jax_mx
 from benchmarks import shapes
 from benchmarks.record import LARGE, RESULTS, command
 from benchmarks.report import one_run, read
-from jax_mx.facts import amd, formats, verified, windows
+from jax_mx.command.multiplying import multiplying
+from jax_mx.facts import amd, formats, verified
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
@@ -32,6 +30,7 @@ from jax_mx.facts.variants import differ_in_bits, variants
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SOURCES, existing
 from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.products import blackwell
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
@@ -57,26 +56,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 # ---- what runs where -----------------------------------------------------------------------------
 def chips() -> list[str]:
     """A row for each arch: its chips, who makes its kernels, what serves products, where it ran."""
-    rows = [
-        (arch, ", ".join(own.values()), NAMES[dsl], products_on(next(iter(own))), state(arch))
-        for dsl, archs in ARCHS.items()
-        for arch, own in archs.items()
-    ]
-    rows.append(("", "all other devices, CPUs too", "XLA", '`"xla"`', "the reference itself"))
-    head = ("arch", "GPUs", "quantizers from", "products by", "our kernels were")
-    return table(head, rows)
-
-
-def products_on(chip: str) -> str:
-    """What serves a product in MXFP8 on a chip: in windows of 32, of 256 and of rows."""
-    w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 512), (1024, 512)))
-    found: list[str] = []
-    for window in (formats.BLOCK, 256, windows.ROW):
-        product = functools.partial(jax_mx.matmul, recipe=jax_mx.Recipe(window=window))
-        (call,) = jax_mx.explain(product, x, w, device=chip).calls
-        if call.chosen not in found:
-            found.append(call.chosen)
-    return ", ".join(f'`"{name}"`' for name in found)
+    makers = {arch: NAMES[dsl] for dsl, archs in ARCHS.items() for arch in archs}
+    with mock.patch.object(blackwell, "VERSION", (0,)):  # as the newest JAX has it
+        multiplies = multiplying()
+    rows: list[tuple[str, ...]] = []
+    for each in multiplies:
+        arch, served = each["arch"], (each["dense"], each["grouped"])
+        names = [", ".join(f'`"{name}"`' for name in own) for own in served]
+        where = "; ".join(f'`"{name}"`: {how}' for name, how in each["executed"].items())
+        rows.append((arch, each["products"], makers[arch], state(arch), *names, where))
+    other = ("", "all other devices, CPUs too", "XLA", "the reference itself")
+    rows.append((*other, '`"xla"`', '`"xla"`', ""))
+    head = ("arch", "GPUs", "quantizers from", "our kernels were", "products by")
+    return table((*head, "over groups by", "products' kernels ran in"), rows)
 
 
 def state(arch: str) -> str:

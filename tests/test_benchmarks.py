@@ -23,6 +23,7 @@ from benchmarks import (
     moe_sharded,
     peers,
     plot,
+    product_model,
     products,
     quantizers,
     record,
@@ -902,6 +903,19 @@ def test_what_a_table_measures_is_a_command(name):
 
 
 # ---- the issue model ---
+def test_the_bound_of_products():
+    """One by hand, and none above what a chip's matrix cores can do."""
+    fp8 = FORMATS["mxfp8_e4m3"]
+    matrix, shared = product_model.clocks("B200", fp8, product_model.Tile(128, 256))
+    # 15,474 operations a clock and core; 384 bytes for an element of K, 128 a clock.
+    assert (round(matrix, 3), shared) == (4.235, 3.0)
+    dense = product_model.bound("B200", products.PRODUCTS[0], fp8)
+    # 2048 tiles on 148 cores: 14 after each other, of 7168 elements.
+    assert dense["us at least"] == pytest.approx(14 * 7168 * 4.2352 / 1965, abs=0.02)
+    assert dense["of"] == "matrix cores"
+    assert runner.run(["product_model"]) == 0
+
+
 def test_the_ratio_is_issued_over_needed():
     chip = issue_model.Chip("sm_100f", cores=100, ghz=2.0, tb_per_s=8.0)
     # 25.6e12 lanes' instructions a second; 2e12 elements of 4 bytes; 12.8 instructions each.

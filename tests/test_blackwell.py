@@ -1,6 +1,8 @@
-"""Products on Blackwell's tensor cores: what serves what, and the kernel, executed on the CPU."""
+"""Products on Blackwell's tensor cores: what serves what, and kernels, executed on the CPU."""
 
+import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +10,33 @@ import mosaic
 import numpy as np
 import pytest
 from exact import assert_equal, changed, integers, wanted
+from exact import floats as random_floats
 
 import jax_mx
 from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.layouts import BLOCKED_128X4
+from jax_mx.lowering import targets
+from jax_mx.products import blackwell, multiply, tcgen05
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
+from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
 
 executed = pytest.mark.skipif(bool(mosaic.missing()), reason=mosaic.missing())
-MX = [MXFP8_E4M3, MXFP8_E5M2, MXFP4_E2M1]
-each_format = pytest.mark.parametrize("format", MX, ids=lambda f: f.name)
+PAIRS = [(f, f) for f in (MXFP8_E4M3, MXFP8_E5M2, MXFP4_E2M1)] + [(MXFP8_E4M3, MXFP8_E5M2)]
+SIZES = [
+    [50] * 6,
+    [0, 0, 300, 0, 0, 0],
+    [1, 0, 127, 128, 1, 43],
+    [0, 40, 0, 88, 0, 3],
+    [0] * 6,
+    [400, 9, 9, 9, 9, 9],
+    [-3, 100, 28, 0, 129, 300],
+]
 
 
-def rng():
-    return np.random.default_rng(5)
+# ---- operands and products ---
+def rng(seed=5):
+    return np.random.default_rng(seed)
 
 
 def tiled(q):
@@ -29,77 +44,390 @@ def tiled(q):
 
 
 def numbers(dtype="float32", axes=(1, 1), batch=(), **how):
-    left, right = axes
-    return Numbers(((left,), (right,)), (batch, batch), np.dtype(dtype), **how)
+    left, right = (axis if isinstance(axis, tuple) else (axis,) for axis in axes)
+    return Numbers((left, right), (batch, batch), np.dtype(dtype), **how)
+
+
+OF_ROWS = numbers(axes=(1, 2), groups=ROWS)
+OF_SUMS = numbers(groups=SUMS, align=128)
 
 
 @functools.cache
-def compiled(own, reads_floats, **params):
+def compiled(own, name, reads_floats, **params):
     def product(lhs, rhs, sizes):
-        served = Served("tcgen05", reads_floats=reads_floats)
-        return IMPLEMENTATIONS["tcgen05"].compute(Contraction(own, lhs, rhs, sizes), served)
+        served = Served(name, reads_floats=reads_floats)
+        return IMPLEMENTATIONS[name].compute(Contraction(own, lhs, rhs, sizes), served)
 
     return mosaic.executed(product, **params)
 
 
-def multiplied(own, lhs, rhs, sizes=None, reads_floats=False, **params):
-    """What the kernel gives."""
+def multiplied(own, lhs, rhs, sizes=None, name="tcgen05", reads_floats=False, **params):
+    """What a kernel gives."""
     sizes = None if sizes is None else jnp.asarray(sizes, jnp.int32)
-    return compiled(own, reads_floats, **params)(lhs, rhs, sizes)
+    return compiled(own, name, reads_floats, **params)(lhs, rhs, sizes)
 
 
 # ---- dense ---
 @executed
-@pytest.mark.parametrize("shape", [(1, 8, 32), (128, 256, 128), (129, 260, 288), (300, 300, 544)])
-@each_format
-def test_dense_products_are_exact(format, shape):
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("shape", [(1, 8, 32), (128, 256, 128), (129, 259, 288), (300, 300, 544)])
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(f.name for f in pair))
+def test_dense_products_are_exact(pair, shape):
     m, n, k = shape
-    x, w = (integers(rng(), (rows, k), format) for rows in (m, n))
-    y = multiplied(numbers(), tiled(x), tiled(w))
-    assert_equal(y, wanted(x, w), f"{format.name} {shape}")
+    x, w = (integers(rng(), (rows, k), format) for rows, format in zip((m, n), pair, strict=True))
+    dtype = ("float32", "bfloat16", "float16")[m % 3]
+    y = multiplied(numbers(dtype), tiled(x), tiled(w))
+    assert_equal(y, wanted(x, w), f"{shape}")
 
 
 @executed
-def test_every_number_of_rows():
-    """From 0 to 300: rows behind the groups are zero, and no other group's row is written."""
-    x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(), (2, 136, 160), MXFP8_E4M3)
-    own = numbers(axes=(1, 2), groups=ROWS)
-    for m in range(0, 301, 7):
+@pytest.mark.thorough
+@pytest.mark.parametrize("m", range(1, 301))
+def test_every_number_of_dense_rows(m):
+    x, w = integers(rng(), (m, 160), MXFP8_E4M3), integers(rng(1), (136, 160), MXFP8_E4M3)
+    assert_equal(multiplied(numbers(), tiled(x), tiled(w)), wanted(x, w), f"{m} rows")
+
+
+@executed
+@pytest.mark.thorough
+@pytest.mark.parametrize("lies", ["rows", "tiles", "across", "square"])
+def test_batches_and_what_is_summed_beside(lies):
+    """Batches, and products over (batch, rows) as a weight's gradient is; however operands lie."""
+    made = [
+        jnp.asarray(rng(i).integers(-3, 4, (2, n, 160)), jnp.bfloat16)
+        for i, n in ((0, 96), (1, 160))
+    ]
+    how = {"rows": {}, "tiles": {"scale_layout": BLOCKED_128X4}}.get(lies, {})
+    if lies == "across":
+        operands = [jax_mx.quantize(x.mT, axis=-2) for x in made]
+    else:
+        how = {"block": (32, 32)} if lies == "square" else how
+        operands = [jax_mx.quantize(x, **how) for x in made]
+    at = 1 if lies == "across" else 2
+    x, w = (np.asarray(q.dequantize(jnp.float32)).astype(np.float64) for q in operands)
+    x, w = (x.mT, w.mT) if lies == "across" else (x, w)
+    y = multiplied(numbers(axes=(at, at), batch=(0,)), *operands)
+    assert_equal(y, x @ w.mT, lies)
+    y = multiplied(numbers(axes=((0, at), (0, at))), *operands)
+    assert_equal(y, np.einsum("bmk,bnk->mn", x, w), lies)
+
+
+# ---- over groups ---
+@executed
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_every_number_of_rows_of_groups(part):
+    """From 0 to 300: rows behind the groups are zero, and no group writes another's."""
+    x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(1), (2, 136, 160), MXFP8_E4M3)
+    for m in range(301) if part else (0, 1, 129, 300):
         sizes = [m // 3, m - m // 3]
-        assert_equal(multiplied(own, tiled(x), tiled(w), sizes), wanted(x, w, sizes), f"{m} rows")
+        y = multiplied(OF_ROWS, tiled(x), tiled(w), sizes)
+        assert_equal(y, wanted(x, w, sizes), f"{m} rows")
 
 
 @executed
-@each_format
-def test_groups(format):
-    x, w = integers(rng(), (300, 288), format), integers(rng(), (6, 136, 288), format)
-    own = numbers(axes=(1, 2), groups=ROWS)
-    for sizes in (
-        [50] * 6,
-        [0, 0, 300, 0, 0, 0],
-        [1, 0, 127, 128, 1, 43],
-        [0, 40, 0, 88, 0, 3],
-        [0] * 6,
-        [400, 9, 9, 9, 9, 9],
-    ):
-        assert_equal(multiplied(own, tiled(x), tiled(w), sizes), wanted(x, w, sizes), f"{sizes}")
+@pytest.mark.sampled(3, 2)
+@pytest.mark.parametrize("pair", PAIRS[:3], ids=lambda pair: pair[0].name)
+def test_groups_begin_anywhere(pair):
+    x, w = integers(rng(), (300, 288), pair[0]), integers(rng(1), (6, 136, 288), pair[1])
+    for sizes in SIZES:
+        y = multiplied(OF_ROWS, tiled(x), tiled(w), sizes)
+        assert_equal(y, wanted(x, w, sizes), f"{sizes}")
 
 
 @executed
-@each_format
-def test_sums(format):
-    x, w = integers(rng(), (136, 640), format), integers(rng(), (260, 640), format)
-    own = numbers(axes=(1, 1), groups=SUMS, align=128)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("pair", PAIRS[:3], ids=lambda pair: pair[0].name)
+def test_groups_that_are_contracted(pair):
+    x, w = integers(rng(), (136, 608), pair[0]), integers(rng(1), (259, 608), pair[1])
     for sizes in ([128, 0, 384, 128], [0, 0, 640, 0], [256, 128, 0, 0], [0] * 4):
-        y = multiplied(own, tiled(x), tiled(w), sizes)
+        y = multiplied(OF_SUMS, tiled(x), tiled(w), sizes)
         assert_equal(y, wanted(x, w, sizes, sums=True), f"{sizes}")
 
 
 @executed
-@pytest.mark.parametrize("align", [32, 128])
-def test_floats(align):
-    x, w = (jnp.asarray(rng().integers(-3, 4, (rows, 320)), jnp.bfloat16) for rows in (136, 260))
-    own = numbers(axes=(1, 1), groups=SUMS, align=align)
-    sizes = [128, 0, 192, 0] if align == 32 else [128, 0, 128, 0]
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("align", [32, 128, 0])
+def test_floats_over_groups(align):
+    """Groups of floats that are contracted begin at multiples of 32."""
+    if align:
+        x, w = random_floats(rng(), (320, 136)), random_floats(rng(1), (320, 259))
+        sizes = [128, 0, 192, 0] if align == 32 else [128, 0, 128, 0]
+        own, how = numbers(axes=(0, 0), groups=SUMS, align=align), {"sums": True}
+    else:
+        x, w = random_floats(rng(), (300, 136)), random_floats(rng(1), (6, 259, 136))
+        own, sizes, how = OF_ROWS, SIZES[2], {}
     y = multiplied(own, x, w, sizes, reads_floats=True)
-    assert_equal(y, wanted(x.mT, w.mT, sizes, sums=True), f"{sizes}")
+    assert_equal(y, wanted(x, w, sizes, **how), f"{sizes}")
+
+
+def covered(items, rows):
+    """How often each row of each matrix of the result is computed."""
+    parts = [np.broadcast_to(np.asarray(x), np.shape(items.tile)).reshape(-1) for x in items]
+    count = np.zeros((int(parts[2].max()) + 1, rows + 300), int)
+    for _, _, out, tile, start, stop, _, _ in zip(*parts, strict=True):
+        count[out, 128 * tile + start : 128 * tile + stop] += 1
+    return count[:, :rows]
+
+
+@pytest.mark.parametrize("rows", [1, 128, 1000])
+def test_items_compute_each_row_once(rows):
+    some = rng().integers(0, 2 * rows // 6 + 1, (20, 6))
+    items_of = jax.jit(lambda sizes: blackwell._items_of_rows(sizes, rows, 3))
+    for sizes in itertools.chain(SIZES, some):
+        items = items_of(jnp.asarray(sizes, jnp.int32))
+        assert (covered(items, rows) == 1).all(), sizes
+        assert set(np.unique(items.steps)) <= {0, 3}
+
+
+# ---- what is no number, and the ends of the range ---
+@executed
+def test_nan_stays_in_its_row_column_and_group():
+    x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(1), (2, 136, 160), MXFP8_E4M3)
+    x = changed(x, codes=[((7, 33), 0x7F)], scales=[((131, 4), 255)])
+    w = changed(w, scales=[((1, 5, 0), 255)])
+    sizes = [129, 150]
+    y = multiplied(OF_ROWS, tiled(x), tiled(w), sizes)
+    assert_equal(y, wanted(x, w, sizes))
+    bad = np.isnan(np.asarray(y))
+    assert bad[[7, 131]].all() and bad[129:279, 5].all() and bad.sum() == 2 * 136 + 149
+
+
+@executed
+@pytest.mark.thorough
+def test_nan_stays_in_the_group_that_is_contracted():
+    x, w = integers(rng(), (136, 384), MXFP8_E4M3), integers(rng(1), (136, 384), MXFP8_E4M3)
+    x = changed(x, codes=[((3, 0), 0x7F)], scales=[((9, 4), 255), ((2, 11), 255)])
+    y = multiplied(OF_SUMS, tiled(x), tiled(w), [128, 128, 0, 128])
+    assert [*map(tuple, np.unique(np.argwhere(np.isnan(y))[:, :2], axis=0))] == [
+        (0, 3),
+        (1, 9),
+        (3, 2),
+    ]
+    assert_equal(y, wanted(x, w, [128, 128, 0, 128], sums=True))
+
+
+@executed
+@pytest.mark.thorough
+@pytest.mark.parametrize("scales", [(0, 254), (0, 127), (254, 0), (127, 120)])
+def test_the_smallest_and_largest_scales(scales):
+    x, w = integers(rng(), (129, 64), MXFP8_E4M3), integers(rng(1), (40, 64), MXFP8_E4M3)
+    x, w = (
+        dataclasses.replace(q, scales=jnp.full(q.scales.shape, s, jnp.uint8).view(q.scales.dtype))
+        for q, s in zip((x, w), scales, strict=True)
+    )
+    factor = np.ldexp(1.0, sum(scales) - 254)
+    codes = [np.asarray(q.values).astype(np.float64) for q in (x, w)]
+    assert_equal(multiplied(numbers(), tiled(x), tiled(w)), codes[0] @ codes[1].T * factor)
+
+
+# ---- that these tests can fail ---
+def without_wait(monkeypatch):
+    """Steps overwrite the scales of the step that is under way."""
+    scratch = tcgen05._scratch
+
+    def one_buffer(*args):
+        own = scratch(*args)
+        own["factors"] = own["factors"][:1] * 2
+        return own
+
+    monkeypatch.setattr(tcgen05, "_scratch", one_buffer)
+
+
+@executed
+@pytest.mark.parametrize("change", [None, without_wait])
+def test_no_race(change, monkeypatch):
+    """The interpreter looks for two accesses of which nothing says which comes first."""
+    if change:
+        change(monkeypatch)
+    x, w = (integers(rng(i), (n, 1280), MXFP8_E4M3) for i, n in enumerate((128, 40)))
+    # Many copies at once: two that share a number count as one after the other.
+    how = {"detect_races": True, "num_tma_threads_per_device": 64}
+    program = compiled.__wrapped__(numbers(), "tcgen05", False, **how)
+    y = program(tiled(x), tiled(w), None)
+    assert mosaic.found_races() == bool(change)
+    if not change:
+        assert_equal(y, wanted(x, w))
+
+
+MUTATIONS = {
+    "stop": lambda items: items._replace(stop=items.stop + 1),
+    "start": lambda items: items._replace(start=jnp.maximum(items.start - 1, 0)),
+    "steps": lambda items: items._replace(steps=jnp.maximum(items.steps - 1, 0)),
+    "rhs": lambda items: items._replace(rhs=jnp.zeros_like(items.rhs)),
+    "tile": lambda items: items._replace(tile=jnp.maximum(items.tile - 1, 0)),
+}
+
+
+@executed
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_mistakes_are_noticed(mutation, monkeypatch):
+    own = blackwell._items_of_rows
+    monkeypatch.setattr(blackwell, "_items_of_rows", lambda *args: MUTATIONS[mutation](own(*args)))
+    x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(1), (2, 136, 160), MXFP8_E4M3)
+    program = compiled.__wrapped__(OF_ROWS, "tcgen05", False)
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=r"differ|Out-of-bounds"):
+        y = program(tiled(x), tiled(w), jnp.array([70, 150], jnp.int32))
+        assert_equal(y, wanted(x, w, [70, 150]))
+
+
+# ---- layers ---
+@pytest.fixture
+def on_blackwell(monkeypatch):
+    """Traces are for a B200, whatever JAX is here."""
+    monkeypatch.setattr(blackwell, "VERSION", (0, 0))
+    with targets.traced_for(("sm_100",)):
+        yield
+
+
+def layer(x, w, sizes, recipe):
+    if sizes is None:
+        return jax_mx.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), recipe=recipe)
+    return jax_mx.ragged_dot(x, w, sizes, recipe=recipe)
+
+
+def gradients(x, w, sizes, recipe):
+    """The result, and gradients by what is 1 to 3 for each element."""
+
+    def loss(x, w):
+        y = layer(x, w, sizes, recipe)
+        factor = (jnp.arange(y.size).reshape(y.shape) % 3 + 1).astype(y.dtype)
+        return (y * factor).astype(jnp.float32).sum(), y
+
+    (_, y), (dx, dw) = jax.value_and_grad(loss, (0, 1), has_aux=True)(x, w)
+    return y, dx, dw
+
+
+LAYERS = {
+    "dense": ((2, 96, 96), (96, 160), None),
+    "groups": ((200, 96), (3, 96, 160), [70, 0, 100]),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_tiles_are_those_of_rows(name, recipe, on_blackwell):
+    """Scales in tiles, and groups at multiples of 128, change no result and no gradient."""
+    shapes, sizes = LAYERS[name][:2], LAYERS[name][2]
+    x, w = (jnp.asarray(rng(i).integers(-2, 3, s), jnp.float32) for i, s in enumerate(shapes))
+    sizes = None if sizes is None else jnp.asarray(sizes, jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda x, w: gradients(x, w, sizes, recipe))(x, w).jaxpr
+    for call in multiply.contractions_in(jaxpr):
+        assert call.lhs.scale_layout == call.rhs.scale_layout == BLOCKED_128X4
+        assert call.numbers.align == (128 if call.numbers.groups == SUMS else 1)
+        assert decided(call, "cuda", ["sm_100"]).name == "tcgen05"
+    own = gradients(x, w, sizes, recipe)
+    with targets.traced_for(("sm_90",)):
+        other = gradients(x, w, sizes, recipe)
+    for y, want in zip(own, other, strict=True):
+        assert_equal(y, np.asarray(want))
+
+
+@executed
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_by_the_kernel(name, recipe, on_blackwell, monkeypatch):
+    """From the floats of a caller to both gradients, all three products by the kernel."""
+    shapes, sizes = LAYERS[name][:2], LAYERS[name][2]
+    x, w = (jnp.asarray(rng(i).integers(-2, 3, s), jnp.float32) for i, s in enumerate(shapes))
+    sizes = None if sizes is None else jnp.asarray(sizes, jnp.int32)
+    want = gradients(x, w, sizes, recipe)
+    names = []
+
+    def multiplied(call):
+        served = decided(call, "cuda", ["sm_100"]).served
+        names.append(served.implementation)
+        row = IMPLEMENTATIONS[served.implementation]
+
+        def product(lhs, rhs, sizes):
+            own = dataclasses.replace(call, lhs=lhs, rhs=rhs, sizes=sizes)
+            return row.compute(own, served)
+
+        with jax.disable_jit(False):
+            return mosaic.executed(product)(call.lhs, call.rhs, call.sizes)
+
+    monkeypatch.setattr(multiply, "multiplied", multiplied)
+    with jax.disable_jit():  # each product has arrays
+        got = gradients(x, w, sizes, recipe)
+    assert names == ["tcgen05"] * 3
+    for y, wants in zip(got, want, strict=True):
+        assert_equal(y, np.asarray(wants))
+
+
+# ---- what serves what ---
+def call(lhs, rhs, sums=False, align=128, axes=(1, 1), dtype="bfloat16", groups=4, **how):
+    grouped = rhs.ndim == 3 or sums
+    own = {"groups": SUMS if sums else ROWS, "align": align} if grouped else {}
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32) if grouped else None
+    return Contraction(numbers(dtype, axes, **own, **how), lhs, rhs, sizes)
+
+
+def test_what_serves_what(on_blackwell):
+    def floats(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def mx(*shape, **options):
+        return jax.eval_shape(lambda x: jax_mx.quantize(x, **options), floats(*shape))
+
+    def name(*args, chip="sm_100", **how):
+        return decided(call(*args, **how), "cuda", [chip]).name
+
+    x, w, stack = mx(512, 256), mx(384, 256), mx(4, 384, 256)
+    for chip in ("sm_100", "sm_103"):
+        assert name(x, w, chip=chip) == name(x, stack, axes=(1, 2), chip=chip) == "tcgen05"
+    assert name(x, w, chip="sm_120") == "scaled_dot"
+    assert name(x, stack, axes=(1, 2), chip="sm_120") == "dequantize"
+    assert name(x, w, exact=True) == "scaled_dot"
+    assert name(floats(512, 256), w) == "dequantize"  # cuBLAS
+    mixed = mx(512, 256), mx(4, 384, 256, format="mxfp4_e2m1")
+    assert name(*mixed, axes=(1, 2)) == name(floats(512, 256), stack, axes=(1, 2)) == "tcgen05"
+    assert name(x, w, sums=True) == name(x, w, sums=True, align=32) == "tcgen05"
+    assert name(x, w, sums=True, align=1) == "dequantize"
+    wide = floats(512, 256, dtype=jnp.float32), floats(4, 384, 256, dtype=jnp.float32)
+    assert name(*wide, axes=(1, 2)) == "dequantize"
+    assert name(floats(512, 252), floats(4, 384, 252), axes=(1, 2)) == "blackwell"
+    reason = IMPLEMENTATIONS["tcgen05"].support(call(*wide, axes=(1, 2)), ["sm_100"]).reason
+    assert "wants both operands in blocks along the contracted dimension" in reason
+
+
+def test_an_older_jax_takes_its_own_kernels(on_blackwell, monkeypatch):
+    monkeypatch.setattr(blackwell, "VERSION", (99,))
+    x, stack = (
+        jax.ShapeDtypeStruct((512, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((4, 384, 256), jnp.bfloat16),
+    )
+    chosen = decided(call(x, stack, axes=(1, 2)), "cuda", ["sm_100"])
+    assert chosen.name == "blackwell"
+    assert blackwell.layout_for_trace().name == "row_major"
+    assert blackwell.align_for_trace() == 1
+
+
+def test_explain_needs_no_chip(on_blackwell):
+    x, w = (
+        jax.ShapeDtypeStruct((512, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((256, 384), jnp.bfloat16),
+    )
+
+    def loss(x, w):
+        return jax_mx.matmul(x, w).astype(jnp.float32).sum()
+
+    told = jax_mx.explain(jax.grad(loss, (0, 1)), x, w, device="sm_100")
+    assert [c.chosen for c in told.calls] == ["tcgen05"] * 3
+
+
+def test_no_program_carries_them(on_blackwell, monkeypatch):
+    """Pallas lowers for the chip that is here; an export for Blackwell takes other products."""
+    monkeypatch.setenv("JAX_MX_ARCHS", "sm_100f")
+    x, w = (integers(rng(), (n, 64), MXFP8_E4M3) for n in (32, 48))
+    program = jax.export.export(jax.jit(lambda x, w: jax_mx.matmul(x, w.mT)), platforms=("cuda",))
+    assert "mosaic_gpu" not in program(x, w).mlir_module()
+
+
+@executed
+def test_dense_kernel_of_jax():
+    """JAX's own, of bfloat16, which does not wait for all that arrives at its barriers."""
+    x, w = random_floats(rng(), (200, 136)), random_floats(rng(1), (136, 130))
+    how = {"name": "blackwell", "lenient": True, "inline_mgpu": "ignore"}
+    assert_equal(multiplied(numbers("bfloat16", (1, 0)), x, w, **how), wanted(x, w.T))

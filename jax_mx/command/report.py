@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 import jax_mx
-from jax_mx.command import here, pictures, ran, samples, tensors
+from jax_mx.command import here, multiplying, pictures, ran, samples, tensors
 from jax_mx.command.options import PROGRAM, parse
 from jax_mx.command.output import Screen
 from jax_mx.facts.formats import BLOCK
@@ -105,6 +105,9 @@ class Report:
         title = "Kernels that are compiled already"
         self.screen.show(title, *here.held_table(self.facts["kernels"]))
         say(*here.demands(), "")
+        self.facts["products"] = multiplying.multiplying()
+        title = "What multiplies MXFP8 on each chip, with this JAX"
+        self.screen.show(title, *multiplying.multiplying_table(self.facts["products"]))
 
     def versions(self) -> str:
         """The versions of the library and of JAX."""

@@ -33,25 +33,22 @@ _FLOATS = (jnp.bfloat16, jnp.float16)
 
 
 # ---- what quantizers write for it ---
-def layout_for(arrays: Sequence[Any]) -> ScaleLayout:
+def layout_for_trace() -> ScaleLayout:
     """The layout of scales that products of a trace read as they lie.
 
     On a mesh they stay in rows: shards of tiles are whole tiles.
     """
-    return BLOCKED_128X4 if _reads_tiles(arrays) else ROW_MAJOR
+    is_alone = jax.sharding.get_abstract_mesh().empty
+    return BLOCKED_128X4 if is_alone and _serves_trace() else ROW_MAJOR
 
 
-def align_for(arrays: Sequence[Any]) -> int:
+def align_for_trace() -> int:
     """The multiples at which groups begin along rows, so that products of a trace read codes."""
-    return ALIGN if _serves_trace(arrays) else 1
+    return ALIGN if _serves_trace() else 1
 
 
-def _reads_tiles(arrays: Sequence[Any]) -> bool:
-    return _serves_trace(arrays) and jax.sharding.get_abstract_mesh().empty
-
-
-def _serves_trace(arrays: Sequence[Any]) -> bool:
-    chips = targets.chips_of_trace(arrays)
+def _serves_trace() -> bool:
+    chips = targets.chips_of_trace(())
     return bool(chips) and not _lacking(chips)
 
 

@@ -23,7 +23,7 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arrangements import Arrangement, Arrangements
-from jax_mx.products.blackwell import align_for
+from jax_mx.products.blackwell import align_for_trace
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
@@ -496,7 +496,7 @@ def _gradients_of_groups(
 
 def align_of(recipe: Recipe) -> int:
     """The divisor of groups' sizes that keeps blocks and transforms along rows whole."""
-    return math.lcm(recipe.units.wgrad, lengths_of(recipe.window_in("wgrad"))[1], align_for([]))
+    return math.lcm(recipe.units.wgrad, lengths_of(recipe.window_in("wgrad"))[1], align_for_trace())
 
 
 _product.defvjp(_fwd, _bwd, symbolic_zeros=True)

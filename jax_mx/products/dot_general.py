@@ -25,7 +25,7 @@ from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of
 from jax_mx.products.fallback import Fallback, plain_operands
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.reads import layout_for
+from jax_mx.products.reads import layout_for_trace
 from jax_mx.products.recipes import AUTO, Recipe, check_frozen, recipe_beside
 
 DimensionNumbers = Any  # as jax.lax.dot_general takes them
@@ -71,7 +71,8 @@ def dot_general(
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
         bfloat16; of few rows they read the codes of rhs as they lie; not where XLA splits the
         program among devices), "cutedsl_r8" and others (these with tiles of so many rows of lhs),
-        "scaled_dot" (jax.lax.scaled_dot), "dequantize" (our kernels, then jax.lax.dot_general),
+        "flydsl" (our kernels on AMD's chips, of two `MXArray`s), "scaled_dot"
+        (jax.lax.scaled_dot), "dequantize" (our kernels, then jax.lax.dot_general),
         "xla" (plain, runs everywhere); or None: what was measured to be the fastest, or is known
         to be. It is taken for all three products.
       fallback: for switches of whole models. "floats": a product of floats that MX cannot take, as
@@ -164,7 +165,7 @@ def planned(
     recipe = resolved(op, recipe, (lhs, rhs), sizes, is_free)
     recipe = recipe_beside(op, "rhs", rhs, recipe)
     # Tiles of scales are of 128 rows: rows that are one are fewer tiles.
-    keep_rows = not recipe.has_windows and not layout_for((lhs, rhs)).is_tiled
+    keep_rows = not recipe.has_windows and not layout_for_trace().is_tiled
     layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
     sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
     floats = [x for _, x, _ in sides if not isinstance(x, MXArray)]

@@ -58,6 +58,8 @@ class ProductImplementation(registry.Implementation):
       ops: the public functions whose products it computes: dense ones, or those over groups.
       splits_itself: whether XLA knows how to split it among devices, and no rule of ours does.
       layouts: of scales, that it reads as they lie; others are brought to rows for it.
+      executed: where tests ran its kernels, if jax_mx/verified does not say it; empty: XLA has
+        them.
     """
 
     support: Callable[[Contraction, Sequence[str]], Served]
@@ -68,6 +70,7 @@ class ProductImplementation(registry.Implementation):
     ops: tuple[str, ...] = (DENSE, GROUPED)
     splits_itself: bool = False
     layouts: tuple[ScaleLayout, ...] = (ROW_MAJOR,)
+    executed: str = ""
 
     def compute(self, contraction: Contraction, served: Served) -> jax.Array:
         """The product of arrays in any layout."""
@@ -408,6 +411,7 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
         ProductImplementation(
             blackwell.NAME, "cuda", blackwell.support, blackwell.run,
             _on(chip_table.TCGEN05.__contains__), FP8_ERROR, layouts=(BLOCKED_128X4, ROW_MAJOR),
+            executed="JAX's interpreter",
         ),
         ProductImplementation(
             "fp8", "any", _fp8_support, _fp8, _on(chip_table.FP8.__contains__), FP8_ERROR,
@@ -423,7 +427,7 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
         ),
         ProductImplementation(
             jax_blackwell.NAME, "cuda", jax_blackwell.support, jax_blackwell.run,
-            jax_blackwell.preferred,
+            jax_blackwell.preferred, executed="dense ones in JAX's interpreter, others nowhere",
         ),
         ProductImplementation("dequantize", "any", _any("dequantize", True), _dequantize, _on_gpus),
         ProductImplementation("xla", "any", _any("xla", False), _plain, _always),

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax_mx import reference
 from jax_mx.arrays.sharding import is_explicit, shards_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
-from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout
 from jax_mx.facts.windows import SHARD, Window, lengths_of, share_a_read
 from jax_mx.lowering import primitive
 from jax_mx.ops.activations import made
@@ -31,7 +31,7 @@ from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessin
 from jax_mx.ops.quantizing import WithSums, called
 from jax_mx.ops.requantize import requantize
 from jax_mx.products.arrangements import Arrangement, padded
-from jax_mx.products.reads import layout_for
+from jax_mx.products.reads import layout_for_trace
 
 
 class Use(NamedTuple):
@@ -315,7 +315,7 @@ class Unquantized:
             formats=tuple(part.use.format for part in parts),
             axis=-1 if both or square else parts[0].axis,
             scaling=self.blocks.scaling,
-            scale_layout=ROW_MAJOR if square else layout_for([x]),
+            scale_layout=self._scale_layout,
             transpose=(False, transpose[1]) if both else transpose[0],
             block=(BLOCK, BLOCK) if square else BLOCK,
             value_layouts=(ROW_MAJOR_VALUES,) * len(parts),
@@ -331,6 +331,13 @@ class Unquantized:
         )
         data = tuple(data_of(part.use.rounding, part.use.hadamard) for part in parts)
         return called(first, asked, x, data, self.rows, self.activation)
+
+    @property
+    def _scale_layout(self) -> ScaleLayout:
+        """Where scales lie: of square blocks and of gradients kernels write them in rows alone."""
+        own = self.activation.own if self._has_sums else self.activation
+        alone = self.blocks.square or getattr(own, "gradient", None) is not None
+        return ROW_MAJOR if alone else layout_for_trace()
 
     def _floats(self, x: jax.Array) -> jax.Array:
         """In bfloat16 what `quantize` would quantize."""
@@ -407,7 +414,7 @@ class Moved(Unquantized):
                     axis=axis,
                     transpose=True,
                     scaling=self.blocks.scaling,
-                    scale_layout=layout_for([self.x.values]),
+                    scale_layout=layout_for_trace(),
                     window=use.window,
                     hadamard=use.hadamard,
                     rounding=use.rounding,

@@ -1,0 +1,89 @@
+"""For `python -m jax_mx` and README: what multiplies on each arch, and how that was executed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_mx
+from jax_mx.command.output import Table
+from jax_mx.facts import verified
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.windows import ROW
+from jax_mx.products.implementations import IMPLEMENTATIONS
+
+# How names of binaries of products begin.
+_BINARIES = ("matmul", "wgrad")
+
+
+def multiplying() -> list[dict[str, Any]]:
+    """For each arch, what serves products in MXFP8 and how its kernels were executed."""
+    found: list[dict[str, Any]] = []
+    for archs in ARCHS.values():
+        for arch, chips in archs.items():
+            chip = next(iter(chips))
+            served = {"dense": dense_on(chip), "grouped": grouped_on(chip)}
+            names = dict.fromkeys(name for names in served.values() for name in names)
+            hows = {name: how for name in names if (how := executed(name, arch))}
+            facts: dict[str, Any] = {
+                "arch": arch,
+                "products": ", ".join(chips.values()),
+                "executed": hows,
+            }
+            found.append(facts | served)
+    return found
+
+
+def multiplying_table(found: Sequence[dict[str, Any]]) -> Table:
+    """A row for each arch."""
+    head = ("arch", "GPUs", "products by", "over groups by", "executed and compared")
+    rows = [
+        [
+            *(each["arch"], each["products"], ", ".join(each["dense"]), ", ".join(each["grouped"])),
+            "; ".join(f"{name}: {how}" for name, how in each["executed"].items()),
+        ]
+        for each in found
+    ]
+    return head, rows
+
+
+def dense_on(chip: str) -> list[str]:
+    """What serves a dense product in MXFP8 on a chip: in windows of 32, of 256 and of rows."""
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 512), (1024, 512)))
+    recipes = [jax_mx.Recipe(), jax_mx.Recipe(window=256), jax_mx.Recipe(window=ROW)]
+    product: Any = jax_mx.matmul
+    return _served([functools.partial(product, recipe=each) for each in recipes], chip, x, w)
+
+
+def grouped_on(chip: str) -> list[str]:
+    """What serves the three products of a layer of experts, by the recipe "auto"."""
+    shapes = ((1024, 512), jnp.bfloat16), ((4, 512, 512), jnp.bfloat16), ((4,), jnp.int32)
+    x, w, sizes = (jax.ShapeDtypeStruct(*each) for each in shapes)
+
+    def loss(x: Any, w: Any, sizes: Any) -> Any:
+        return jax_mx.ragged_dot(x, w, sizes).astype(jnp.float32).sum()
+
+    return _served([jax.grad(loss, (0, 1))], chip, x, w, sizes)
+
+
+def _served(functions: Sequence[Any], chip: str, *args: Any) -> list[str]:
+    explained = (jax_mx.explain(each, *args, device=chip).calls for each in functions)
+    return [*dict.fromkeys(call.chosen for calls in explained for call in calls)]
+
+
+def executed(name: str, arch: str) -> str:
+    """Where kernels of an implementation were executed for an arch; empty: XLA has its kernels."""
+    if how := IMPLEMENTATIONS[name].executed:
+        return how
+    if not any(name in own for own in ARCHS):
+        return ""
+    entries = verified.read(arch).items()
+    runs = [entry["executed_on"] for each, entry in entries if each.startswith(_BINARIES)]
+    devices = sorted({run.split(", ")[0] for each in runs for run in each})
+    if not devices or not all(runs):
+        return "compiled"
+    return " and ".join(device.replace("emulated", "AMD's emulator") for device in devices)
