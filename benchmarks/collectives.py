@@ -5,8 +5,6 @@ microseconds on the wall a call, of calls that follow each other in a loop of on
 of several runs. "ratio" is to bfloat16's time for that case in the same run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any, NamedTuple

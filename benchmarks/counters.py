@@ -6,8 +6,6 @@ tensor cores and the schedulers were, in per cent of what they can, and what war
 warps per cycle and scheduler. With --smoke each call runs once at a toy size, without `ncu`.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import io

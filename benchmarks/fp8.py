@@ -1,7 +1,5 @@
 """FP8 with one scale a tensor, as JAX users have it without us: what steps are compared with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -16,8 +16,6 @@ it. Counted are vector instructions, arithmetic and global memory, two float32 a
 Whether a conversion takes longer than other arithmetic, AMD does not say; here it does not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

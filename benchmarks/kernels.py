@@ -1,7 +1,5 @@
 """Calls of one kernel for products, whatever implementation is the fastest."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

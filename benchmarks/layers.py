@@ -6,8 +6,6 @@ floats, quantizing included: device time of a call, median of calls, on two oper
 compiling, with kernels at hand.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

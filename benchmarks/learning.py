@@ -12,8 +12,6 @@ with the same weights; every fiftieth file is held out. A row has the mean train
 step's time between two of these, on the host's clock.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import statistics

@@ -60,7 +60,7 @@ class Sizes:
     vocabulary: int = 32768
 
     @property
-    def products(self) -> dict[str, tuple[int, int]]:
+    def products(self) -> Mapping[str, tuple[int, ...]]:
         """The weights that a layer multiplies by, (in, out)."""
         queries, keys = self.heads * self.head, self.kv_heads * self.head
         return {
@@ -73,9 +73,14 @@ class Sizes:
             "down": (self.inner, self.width),
         }
 
+    @property
+    def multiplied(self) -> int:
+        """Weights of a layer that a token meets."""
+        return sum(k * n for k, n in self.products.values())
+
     def flop(self, tokens: int, length: int) -> float:
         """Operations of a step's products and causal attention, what is computed again left out."""
-        weights = self.layers * sum(k * n for k, n in self.products.values())
+        weights = self.layers * self.multiplied
         weights += self.width * self.vocabulary
         attention = self.layers * self.heads * self.head * length  # half of both products
         return 6.0 * tokens * (weights + attention)
@@ -210,7 +215,7 @@ class Way:
         return {}
 
     def prepared(self, weights: Weights) -> Weights:
-        """A layer's weights, once a step: outside of what a checkpoint computes again."""
+        """The weights of all layers, once a step: outside of what a checkpoint computes again."""
         return weights
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
@@ -268,9 +273,8 @@ class Ours(Way):
         """Quantized, where that is asked for."""
         if not self.once:
             return weights
-
-        narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights)
-        return jax_mx.quantize_weights(narrow, self.recipe)  # norms have one row, and stay
+        # Norms have one row, and stay.
+        return jax_mx.quantize_weights(weights, self.recipe, stacked=1)
 
     def product(self, split: Split, x: jax.Array, w: Any, scales: Any) -> jax.Array:
         """By `jax_mx.matmul`."""
@@ -346,7 +350,7 @@ class Model:
             return jax.random.normal(next(keys), shape, jnp.float32) * scale
 
         layers = {
-            name: normal(s.layers, *shape, scale=shape[0] ** -0.5)
+            name: normal(s.layers, *shape, scale=shape[-2] ** -0.5)
             for name, shape in s.products.items()
         }
         layers |= {name: jnp.ones((s.layers, 1, s.width)) for name in ("norm", "mlp_norm")}
@@ -385,6 +389,10 @@ class Model:
         y = self.split.locally(attention, q, k, v).reshape(batch, length, -1)
         return self.way.product(self.split, self.split.rows(y), w["o"], scales.get("o"))
 
+    def mlp(self, x: jax.Array, w: Weights, scales: Weights) -> jax.Array:
+        """Behind attention, of normed tokens."""
+        return self.way.mlp(self.split, x, w, scales)
+
     def layer(self, x: jax.Array, w: Weights, scales: Weights) -> jax.Array:
         """One layer of tokens (batch, length, width), in bfloat16."""
         w = {  # codes stay
@@ -393,14 +401,14 @@ class Model:
         }
         rows = self.split.rows
         x = rows(x + self.attend(rows(normed(x, w["norm"])), w, scales))
-        return rows(x + self.way.mlp(self.split, rows(normed(x, w["mlp_norm"])), w, scales))
+        return rows(x + self.mlp(rows(normed(x, w["mlp_norm"])), w, scales))
 
     def _mean_loss(self, weights: Weights, scales: Any, text: jax.Array) -> jax.Array:
         layer = CHECKPOINTS[self.checkpoint](self.layer)
 
         def body(x: jax.Array, of_layer: Any) -> tuple[jax.Array, None]:
             w, kept = of_layer
-            return layer(x, self.way.prepared(w), kept), None
+            return layer(x, w, kept), None
 
         def whole(name: str) -> jax.Array:
             return self.split.whole(weights[name].astype(jnp.bfloat16))
@@ -409,7 +417,8 @@ class Model:
             return table[text]
 
         x = self.split.locally(embedded, whole("embedding"), text[:, :-1], whole=1)
-        x, _ = jax.lax.scan(body, x, (weights["layers"], scales))
+        layers = self.way.prepared(weights["layers"])
+        x, _ = jax.lax.scan(body, x, (layers, scales))
         logits = normed(x, weights["norm"]) @ whole("out")
         return self.split.locally(cross_entropy, logits, text[:, 1:]).mean()
 

@@ -1,74 +1,50 @@
-"""An MoE layer whose experts are split over all devices: tokens that move in MX, or as floats.
+"""An MoE layer whose experts are split over all devices: how tokens move, and by which way.
 
 Each row is a number of tokens a device and one way: microseconds on the wall of a call, forward and
 backward with all gradients, of calls that follow each other in a loop of one program, the best of
-several runs. The two ways of a recipe differ in `wire` alone; "ratio" is to the way that moves
-bfloat16, in the same run. "dispatch" is what brings all tokens to all devices, quantizing included,
-by itself; its row "mx, all-to-all" sends each token only to the devices that have its experts, and
-zeros in place of those that are not wanted, as lengths must be known.
-`jax.lax.ragged_all_to_all`, which sends no zeros, took 27 to 59 times as long as "mx" (two H200s,
-JAX 0.11.2, 2026-11-25).
-With `--data N` there are N copies of the experts, each split over an N-th of the devices, among
-which tokens move.
+several runs. Tokens move in MX, or as floats, bfloat16; all shards *gather* all tokens, or tokens
+travel in *rounds* to the shards that have their experts. "ratio" is to the floats that all gather,
+in the same run. "dispatch" is what brings tokens to experts, quantizing and routing included.
+`jax.lax.ragged_all_to_all` took 27 to 59 times as long as "mx, gather" (two H200s, JAX 0.11.2,
+2026-11-25). With `--data N` there are N copies of the experts, each split over an N-th of the
+devices, among which tokens move.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from benchmarks import moe
 from benchmarks.runner import Args, Case, Timed
-from jax_mx import MXFP8, MXArray, Recipe
+from jax_mx import MXFP8, Recipe
+from jax_mx.experts import costs, wires
+from jax_mx.products.operand import Unquantized
 
 P = PartitionSpec
 TOKENS = (2048, 4096, 8192, 16384)
-RECIPES = {"mxfp8": MXFP8, "mxfp8, windows of 256": Recipe(window=256)}
-WIRES = ("floats", "mx")
+RECIPES = {"mxfp8": MXFP8, "auto": "auto"}
+WAYS = {f"{wire}, {way}": {"wire": wire, "way": way} for way in costs.WAYS for wire in wires.KINDS}
+BASE = "floats, gather"
 
 
-def wanted(experts: jax.Array, shards: int, number: int) -> jax.Array:
-    """bool (shards, T): which of T tokens want which shard, of so many experts each."""
-    shard = jnp.arange(shards, dtype=experts.dtype)[:, None, None]
-    return (experts // number == shard).any(-1)
+def dispatch(own: int, wire: str, way: str) -> Any:
+    """What brings tokens (T, D) to shards of so many experts, which they choose."""
 
+    def shard(x: jax.Array, experts: jax.Array, weights: jax.Array) -> Any:
+        trip = wires.travel("d", wire, way, experts, own, x.shape[1])
+        return trip.tokens(Unquantized(x, MXFP8, wanted=(True, False))), trip.choices(weights)
 
-def exchanged(x: jax.Array, experts: jax.Array, number: int) -> MXArray:
-    """The tokens that this shard's experts want, in MX: T slots for those of each other shard."""
-    tokens = jnp.arange(x.shape[0], dtype=jnp.int32)
-    rows = jnp.where(wanted(experts, jax.lax.axis_size("d"), number), tokens, -1)
-    return jax_mx.all_to_all(jax_mx.quantize(x, rows=rows.reshape(-1)), "d", 0, 0, tiled=True)
-
-
-def dispatches(mesh: Any, number: int) -> dict[str, Callable[..., Any]]:
-    """Ways to bring tokens (T, D) to those that have their experts, (T, k); bfloat16 first.
-
-    Args:
-      mesh: tokens and experts are split over.
-      number: of experts of a shard.
-    """
     rows = P(("data", "d"))
-    split = partial(jax.shard_map, mesh=mesh, check_vma=False, in_specs=rows)
-    ways = {
-        "floats": split(lambda x, _: jax.lax.all_gather(x, "d", tiled=True), out_specs=P("data")),
-        "mx": split(
-            lambda x, _: jax_mx.all_gather(jax_mx.quantize(x), "d", tiled=True),
-            out_specs=P("data"),
-        ),
-        "mx, all-to-all": split(partial(exchanged, number=number), out_specs=rows),
-    }
-    return {name: jax.jit(call) for name, call in ways.items()}
+    return jax.jit(jax.shard_map(shard, in_specs=rows, out_specs=rows))
 
 
-def layer(recipe: Recipe, wire: str) -> Any:
+def layer(recipe: Recipe | str, wire: str, way: str) -> Any:
     """The layer with its gradients."""
-    call = partial(jax_mx.moe, recipe=recipe, expert_axis="d", wire=wire)
+    call = partial(jax_mx.moe, recipe=recipe, expert_axis="d", wire=wire, way=way)
     return jax.jit(moe.with_gradients(call))
 
 
@@ -85,6 +61,8 @@ def options(add: Callable[..., Any]) -> None:
     add("--tokens", type=int, nargs="+", default=TOKENS, help="of a device")
     add("--width", type=int, default=7168)
     add("--inner", type=int, default=2048)
+    add("--k", type=int, default=2, help="experts of a token")
+    add("--experts", type=int, default=8)
     add("--data", type=int, default=1, metavar="N", help="copies of the experts")
 
 
@@ -98,16 +76,19 @@ def cases(args: Args) -> Iterator[Case]:
     width, inner = (64, 64) if args.smoke else (args.width, args.inner)
 
     for tokens in (32,) if args.smoke else args.tokens:
-        of = moe.Layer(n * tokens, 2, 8, width, inner, backward=True)
+        of = moe.Layer(n * tokens, args.k, args.experts, width, inner, backward=True)
+        own = of.experts // mesh.shape["d"]
         calls: list[tuple[str, str, Any, int | None, int]] = [
-            ("dispatch", wire, fn, 2, 40)
-            for wire, fn in dispatches(mesh, of.experts // mesh.shape["d"]).items()
+            ("dispatch", name, dispatch(own, **way), 3, 40) for name, way in WAYS.items()
         ]
         calls += [
-            (recipe, w, layer(r, w), None, 10) for recipe, r in RECIPES.items() for w in WIRES
+            (recipe, name, layer(r, **way), None, 10)
+            for recipe, r in RECIPES.items()
+            for name, way in WAYS.items()
         ]
-        for name, wire, fn, count, often in calls:
-            names = {"what": name, "tokens": tokens, "moves": wire, "devices": n, "data": args.data}
+        for name, way, fn, count, often in calls:
+            names = {"what": name, "tokens": tokens, "k": args.k, "experts": args.experts}
+            names |= {"moves": way, "devices": n, "data": args.data}
             make = partial(lambda of, count: [operands(of, mesh)[:count]], of, count)
             measure = Timed(fn, make, often, mesh=mesh)
-            yield Case(f"{name}, {tokens}", wire, names, measure, "floats", rounds=2)
+            yield Case(f"{name}, {tokens}", way, names, measure, BASE, rounds=2)

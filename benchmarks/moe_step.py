@@ -6,8 +6,6 @@ waited for), tokens a second, and the mean loss of the last twentieth of all ste
 trains on one device, then on two, each of which has as many rows as the one had.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

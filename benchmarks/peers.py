@@ -6,8 +6,6 @@ installed. Each peer has a process of its own, because torch's memory is not JAX
 that breaks its CUDA context costs only its own rows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata
@@ -196,16 +194,11 @@ class Peer(NamedTuple):
 
 _LAST, _FLOATS = ("axis -1", "axis -2 transposed"), ("bfloat16", "float32")
 PEERS: dict[str, Peer] = {
-    "to_mx, torch.compile": Peer(
-        to_mx,
-        (*_LAST, "both transposed", "dequantize"),
-        dtypes=_FLOATS,
-        formats=("mxfp8_e4m3", "mxfp8_e5m2"),
-        scalings=("floor", "rceil", "ceil"),
-    ),
+    "to_mx, torch.compile": Peer(to_mx, (*_LAST, "both transposed", "dequantize"), dtypes=_FLOATS,
+        formats=("mxfp8_e4m3", "mxfp8_e5m2"), scalings=("floor", "rceil", "ceil")),
     "Triton": Peer(triton, _LAST),
     "CuTeDSL": Peer(cutedsl, (*_LAST, "square", "square transposed"), dtypes=_FLOATS),
-}
+}  # fmt: skip
 PRODUCTS: dict[str, Peer] = {  # of products.py: forms are kinds of its cases
     **{
         f"cuBLASLt 1x128, W {name}": Peer(

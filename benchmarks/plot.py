@@ -3,8 +3,6 @@
 It carries a hash of what it draws, so that a test notices when rows have changed since.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A compiled program: its kernels and their times, its collectives and their bytes."""
 
-from __future__ import annotations
-
 import collections
 import math
 import re

@@ -7,8 +7,6 @@ A row's bytes are those of input, words, values and scales, once each; "copy_gbp
 copy that reads half as many bytes and writes the other half.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

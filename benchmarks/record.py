@@ -7,8 +7,6 @@ benchmarks/results by default; then `python -m docs.tables` and the site show it
 fails, or is not done when the time is over, leaves its file as far as it came; the others go on.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
@@ -26,76 +24,59 @@ from benchmarks import shapes
 RESULTS = Path(__file__).parent / "results"
 LARGE = shapes.spell(shapes.REQUIRED[0])
 _SOURCES = "quantizers --source"
+_AUTO = 'auto "auto, mlp" "auto, mlp, once"'
 # For each table how its file's name goes on behind the chip's, and what measures it. Where several
 # commands share a file, it is a list of rows, and those measured anew replace the earlier ones.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "quantizers": ("", "quantizers --form all --shapes llm --format mxfp8_e4m3 mxfp4_e2m1"),
     "mxfp6": ("", f"quantizers --form all --shapes {LARGE} --format mxfp6_e2m3"),
-    "preprocessing": (
-        "",
+    "preprocessing": ("",
         'quantizers --format mxfp4_e2m1 --form "axis -1" "axis -2" "axis -2 transposed" both '
         '"both transposed" --preprocessing h16 h32 h64 sr h16_sr rn_h16 sr_h16_sr '
-        f"--shapes {LARGE}",
-    ),
-    "peers": (
-        "_peers",
+        f"--shapes {LARGE}"),
+    "peers": ("_peers",
         'quantizers --form "axis -1" "axis -2 transposed" square "square transposed" '
-        f'"both transposed" dequantize --shapes {LARGE} --peers',
-    ),
-    "rows": (
-        "_sources",
+        f'"both transposed" dequantize --shapes {LARGE} --peers'),
+    "rows": ("_sources",
         f'{_SOURCES} rows --form "axis -1" "axis -2 transposed" "both transposed" '
-        "--shapes 16384x7168",
-    ),
-    "activations": (
-        "_sources",
+        "--shapes 16384x7168"),
+    "activations": ("_sources",
         f'{_SOURCES} swiglu swiglu_floats --form "axis -1" "both transposed" '
-        "--shapes 16384x4096,16384x14336",
-    ),
-    "gradients": (
-        "_sources",
+        "--shapes 16384x4096,16384x14336"),
+    "gradients": ("_sources",
         f"{_SOURCES} swiglu_gradient swiglu_interleaved_gradient swiglu_gradient_sums "
-        '--form "both transposed" --shapes 16384x4096,16384x14336',
-    ),
-    "norms": (
-        "_sources",
+        '--form "both transposed" --shapes 16384x4096,16384x14336'),
+    "norms": ("_sources",
         f'{_SOURCES} rms_norm rms_norm_floats --form "axis -1" "both transposed" '
-        "--shapes 16384x7168,65536x7168",
-    ),
+        "--shapes 16384x7168,65536x7168"),
     "dense": ("_products_dense", "products --cases 'dense*' --peers"),
     "grouped": ("_products_grouped", "products --cases 'grouped*' --peers"),
     "wgrad": ("_products_wgrad", "products --cases 'wgrad*' --peers"),
     "decode": ("_products_decode", "products --cases 'decode*'"),
+    "decode_step": ("_decode_step", "decode"),
     "layers": ("_layers", "layers"),
     "moe": ("_moe", "moe"),
-    "moe_step": (
-        "_moe_step",
+    "moe_step": ("_moe_step",
         'moe_step --steps 100 --ways "bf16, lax.ragged_dot" "bf16, Pallas" mxfp8 '
-        '"mxfp8, windows of 256"',
-    ),
-    "moe_step_small": (
-        "_moe_step_small",
+        '"mxfp8, windows of 256"'),
+    "moe_step_small": ("_moe_step_small",
         'moe_step --small --rate 1e-3 --ways bf16 mxfp8 "mxfp8, windows of 256" '
         '"mxfp8, rows, experts 256" "mxfp8, gradients in mxfp4" mxfp4 '
-        '"mxfp8, forward in mxfp4" "mxfp8, dgrad in mxfp4" "mxfp8, wgrad in mxfp4"',
-    ),
-    "moe_step_wide": (
-        "_moe_step_wide",
-        'moe_step --ways bf16 mxfp8 "mxfp8, windows of 256" "mxfp8, rows, experts 256"',
-    ),
-    "step": ("_step", "step --ways bf16 auto rows mxfp8 tensorwise flax"),
-    "step_kept": ("_step", "step --checkpoint none --ways bf16 auto rows"),
-    "step_70b": ("_step", "step --layers 2 --width 8192 --inner 28672 --ways bf16 auto rows flax"),
+        '"mxfp8, forward in mxfp4" "mxfp8, dgrad in mxfp4" "mxfp8, wgrad in mxfp4"'),
+    "moe_step_wide": ("_moe_step_wide",
+        'moe_step --ways bf16 mxfp8 "mxfp8, windows of 256" "mxfp8, rows, experts 256"'),
+    "step": ("_step", f"step --ways bf16 {_AUTO} mxfp8 tensorwise flax"),
+    "step_kept": ("_step", f"step --checkpoint none --ways bf16 {_AUTO}"),
+    "step_70b": ("_step", f"step --layers 2 --width 8192 --inner 28672 --ways bf16 {_AUTO} flax"),
     "learning": ("_learning", "learning --ways bf16 auto mxfp8 tensorwise flax"),
     "counters": ("_counters", "counters"),
     "collectives": ("x2_collectives", "collectives"),
     "moe_sharded": ("x2_moe", "moe_sharded"),
-    "step_sharded": (
-        "x4_step",
-        'step --devices 4 --layers 32 --ways bf16 auto rows mxfp8 tensorwise flax "auto, explicit" '
-        '"auto, shard_map"',
-    ),
-}
+    "step_sharded": ("x4_step",
+        f"step --devices 4 --layers 32 --ways bf16 {_AUTO} mxfp8 tensorwise flax "
+        '"auto, explicit" '
+        '"auto, shard_map"'),
+}  # fmt: skip
 SEVERAL = ("collectives", "moe_sharded", "step_sharded")  # GPUs, as names of their files say
 
 

@@ -1,7 +1,5 @@
 """Rows of a run: in files, as a table, and beside those of an earlier run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Whether rows of quantizers reach what shapes.py requires of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from benchmarks import shapes

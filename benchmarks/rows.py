@@ -5,8 +5,6 @@ x itself, of gates and ups (in one array, or two), or of the gradient of both. "
 second of operands and results, each moved once.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping

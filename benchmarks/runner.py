@@ -18,8 +18,6 @@ list of rows that say by themselves where they were measured. A file that measur
 `main(args)`; without `options` it reads the command line by itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

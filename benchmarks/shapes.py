@@ -1,7 +1,5 @@
 """The catalogue: shapes and forms by name, and the requirements that some of them carry."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

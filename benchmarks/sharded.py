@@ -5,8 +5,6 @@
 It ends with 1 where the slowest device takes more than `SLACK` of what one takes alone.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 

@@ -518,7 +518,7 @@ def show(arch: str, variants: Sequence[Binary], layout: str) -> Iterator[str]:
 
 
 def table(chip: str, rows: list[dict[str, Any]]) -> str:
-    """The source of a table of tuning, but for its line breaks, which `ruff format` makes."""
+    """The source of a table of tuning, but for its line breaks."""
     lines = "".join(f"    {row!r},\n" for row in rows)
     return f'"""Measured on {chip} with benchmarks/sweep.py."""\n\nROWS = [\n{lines}]\n'
 

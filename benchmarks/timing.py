@@ -1,7 +1,5 @@
 """How long a jitted function takes: on the device where it can be profiled, else on the wall."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -10,8 +10,6 @@ what it has. What matters most comes first: models, rows and recipes are in the 
 importance, and a case comes the later, the farther behind its three are.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools
@@ -41,26 +39,16 @@ class Experts(NamedTuple):
 
 
 MODELS: dict[str, dict[str, tuple[int, int] | Experts]] = {  # dense layers: contracted, free
-    "llama-70b": {
-        "qkv": (8192, 10240), "o": (8192, 8192),
-        "gate and up": (8192, 57344), "down": (28672, 8192),
-    },
-    "deepseek-v3 experts": {
-        "32 of 256": Experts(32, 8, 7168, 2048),
-        "shared gate and up": (7168, 4096),
-        "shared down": (2048, 7168),
-    },
-    "llama-8b": {
-        "qkv": (4096, 6144), "o": (4096, 4096),
-        "gate and up": (4096, 28672), "down": (14336, 4096),
-    },
-    "gpt-oss-120b": {
-        "experts": Experts(128, 4, 2880, 2880), "qkv": (2880, 5120), "o": (4096, 2880),
-    },
-    "deepseek-v3": {
-        "o": (16384, 7168), "gate and up": (7168, 36864), "down": (18432, 7168),
-        "q_a": (7168, 1536), "q_b": (1536, 24576), "kv_a": (7168, 576), "kv_b": (512, 32768),
-    },
+    "llama-70b": {"qkv": (8192, 10240), "o": (8192, 8192), "gate and up": (8192, 57344),
+        "down": (28672, 8192)},
+    "deepseek-v3 experts": {"32 of 256": Experts(32, 8, 7168, 2048),
+        "shared gate and up": (7168, 4096), "shared down": (2048, 7168)},
+    "llama-8b": {"qkv": (4096, 6144), "o": (4096, 4096), "gate and up": (4096, 28672),
+        "down": (14336, 4096)},
+    "gpt-oss-120b": {"experts": Experts(128, 4, 2880, 2880), "qkv": (2880, 5120),
+        "o": (4096, 2880)},
+    "deepseek-v3": {"o": (16384, 7168), "gate and up": (7168, 36864), "down": (18432, 7168),
+        "q_a": (7168, 1536), "q_b": (1536, 24576), "kv_a": (7168, 576), "kv_b": (512, 32768)},
 }  # fmt: skip
 ROWS = (16384, 1, 4096, 64, 16, 8192, 8, 32, 256)
 DECODING = 64  # rows up to which nobody asks for gradients

@@ -3,8 +3,6 @@
 Each function draws one picture; `write` saves all of them as SVG.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ The site has all of them (docs/conf.py writes them when it is built). README.md 
 between comments: `python -m docs.tables` writes it anew, and a test fails where it is not so.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import json
@@ -465,8 +463,9 @@ def _unmeasured(name: str) -> list[str]:
 STEPS = {
     "bf16": "bfloat16",
     "auto": '`jax_mx`, `recipe="auto"` (the default)',
-    "auto, explicit": "the same, on explicit axes",
-    "auto, shard_map": "the same, in `shard_map`",
+    "auto, mlp, once": "the same, with `mlp` and `quantize_weights`",
+    "auto, explicit": "the default, on explicit axes",
+    "auto, shard_map": "the default, in `shard_map`",
     "mxfp8": '`jax_mx`, `recipe="mxfp8"`',
     "tensorwise": "FP8, one scale a tensor, in plain JAX",
     "flax": "FP8 by flax, delayed scaling",
@@ -659,6 +658,21 @@ def speed_moe_step() -> list[str]:
     return [*lines, "", caption(about, command("moe_step"), EVERY)]
 
 
+def speed_decode() -> list[str]:
+    """A decoding step by batch and way."""
+    if not (RESULTS / "h100_decode_step.json").exists():
+        return _unmeasured("decode_step")
+    about, rows = results("h100_decode_step")
+    lines = table(
+        ("batch", "weights", "ms a token", "of bf16's time", "GB of weights"),
+        [
+            (row["batch"], row["way"], f"{row['ms']:.2f}", f"{row['ratio']:.2f}", row["weights_gb"])
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption(about, command("decode_step"), GEMMS)]
+
+
 def loss_moe(of: str = "moe_step_small") -> list[str]:
     """What a small transformer with experts learns, and which product costs MXFP4 what it loses."""
     about, rows = results(f"h200_{of}")
@@ -798,6 +812,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_layers": speed_layers,
     "speed_moe": speed_moe,
     "speed_moe_step": speed_moe_step,
+    "speed_decode": speed_decode,
     "loss_moe": loss_moe,
     "loss_moe_wide": functools.partial(loss_moe, "moe_step_wide"),
     "speed_collectives": speed_collectives,

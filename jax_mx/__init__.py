@@ -1,5 +1,7 @@
 """Microscaling (MX) quantization for JAX at the speed of memory."""
 
+from jax_mx.adapters.params import quantize_params as quantize_params
+from jax_mx.adapters.published import load_checkpoint as load_checkpoint
 from jax_mx.adapters.quantized import Candidate as Candidate
 from jax_mx.adapters.quantized import quantized as quantized
 from jax_mx.experts import gpt_oss as gpt_oss

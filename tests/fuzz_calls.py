@@ -52,8 +52,9 @@ class Case:
         call = self.call
         found = {
             name: getattr(call, name)
-            for name in ("format", "axis", "scaling", "scale_layout", "transpose", "value_layout")
-        }
+            for name in ("format", "axis", "scaling", "scale_layout", "transpose", "value_layout",
+                         "window")
+        }  # fmt: skip
         return found | {"zero_scale": call.zero_scale, "block": (32, 32) if call.square else 32}
 
     def wanted(self, x: np.ndarray, key) -> tuple[np.ndarray, np.ndarray]:

@@ -7,8 +7,6 @@ call must come to is computed here from the comment that begins ffi/launch.cc. E
 from its own number, counted from the seed on, which the failure names.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import copy
@@ -383,8 +381,15 @@ class Case:
         rng = self.rng
         here = [i for i in range(self.count) if i not in self.absent]
         buffer = rng.choice(here)
-        kind, rank = rng.choice((0, 9, 7)), rng.randint(1, 3)
-        head = [buffer, kind, rank, rng.choice((0, 0, 3)), rng.choice((0, 3)), 0]
+        kind, rank = rng.choice((0, 9, 7, rng.randrange(13))), rng.choice((1, 2, 2, 3, 4, 5))
+        head = [
+            buffer,
+            kind,
+            rank,
+            rng.choice((0, 0, 3)),
+            rng.choice((0, 3)),
+            rng.choice((0, int(kind > 5))),
+        ]
         constant = rng.random() < 0.6
         for _ in range(rank):
             length = [-1, rng.choice((1, 2, 4)), 0, 1, 1] if constant else [*self.extent(), 1, 1]

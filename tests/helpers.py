@@ -11,11 +11,9 @@ import socket
 import subprocess
 import sys
 import textwrap
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable
-from fractions import Fraction
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import images
@@ -32,8 +30,9 @@ import jax_mx
 from jax_mx.facts import launch
 from jax_mx.facts.chips import arch_of
 from jax_mx.facts.directions import FORMS, LAST_TRANSPOSED, SECOND, Blocks
-from jax_mx.facts.formats import BLOCK, Format, Scaling
-from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.layouts import ROW_MAJOR_VALUES, SCALE_LAYOUTS
+from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.product_kernels import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.sources import X
@@ -41,8 +40,8 @@ from jax_mx.facts.variants import Variant, takes_zero_scale
 from jax_mx.lowering import primitive, quantizers, registry, store, targets
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.products import AMAX, products_p
-from jax_mx.ops.fake_quantize import through_codes
 from jax_mx.ops.planning import Options, planned
+from jax_mx.ops.quantizing import called
 from jax_mx.ops.requantize import requantize
 from jax_mx.products import kernel_plans
 from jax_mx.products.kernels import swapped_floats
@@ -68,6 +67,11 @@ def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         less = np.abs(exact * 2.0**126).astype(np.float32) < 1
         return np.where(less, np.copysign(0, exact), exact).astype(np.float32)
+
+
+def settled(x: np.ndarray) -> np.ndarray:
+    """Float32s, with zeros of their sign for subnormal ones."""
+    return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float32)
 
 
 def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=None, **how):
@@ -105,13 +109,14 @@ _MADE = (GatedSource(), GatedPairSource(), GradientSource(), PairGradientSource(
 MADE = {str(source): source for source in _MADE}
 
 
-def amaxes(x, *other, implementation: str, source=X):
+def amaxes(x, *other, implementation: str, source=X, parts: int = 1):
     """The bits of the largest magnitudes of rows and of columns, for x (batch, rows, columns).
 
-    Or of what a source makes of x (rows, columns) and other operands, which comes last.
+    Or of what a source makes of x (rows, columns) and other operands, which comes last; columns
+    then have one in each of so many parts.
     """
     floats = "float32" if x.dtype == jnp.float32 else ""
-    how = {"implementation": implementation, "floats": floats, "source": source}
+    how = {"implementation": implementation, "floats": floats, "source": source, "parts": parts}
     plan = ProductPlan("amaxes", (), AMAX, False, 128, **how)
     return products_p["amaxes"].bind(x, *other, plan=plan)
 
@@ -140,6 +145,20 @@ def assert_same_array(got, want, what: str = "") -> None:
 
 
 # ---- what serves what ---
+def through_codes(x, formats, dequantized, rows=None, activation=None, **options) -> tuple:
+    """A result of `quantize` for each format, or of `quantize_both`; floats, where dequantized."""
+    both = len(formats) == 2
+    asked = Options(
+        formats,
+        transpose=(False, not dequantized[1]) if both else False,
+        value_layouts=(ROW_MAJOR_VALUES,) * len(formats),
+        preprocessing=tuple(Preprocessing(dequantized=floats) for floats in dequantized),
+        **options,
+    )
+    data = ((None, None),) * len(formats)
+    return called("quantize_both" if both else "quantize", asked, x, data, rows, activation)
+
+
 def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     """`(operand, call)`: the op of a variant, and how floats become what it takes.
 
@@ -313,6 +332,21 @@ def lowered_apart(name: str | None = None):
 
 
 @contextlib.contextmanager
+def changed_kernels(change: Callable):
+    """What is lowered takes kernels that `change` of facts and image has made others."""
+    get = store.get
+
+    def changed(variant, arch):
+        artifact = get(variant, arch)
+        facts = copy.deepcopy(artifact.facts)
+        return InHand(facts, artifact.folder, change(facts, artifact.image) or artifact.image)
+
+    with pytest.MonkeyPatch.context() as patch, lowered_apart():
+        patch.setattr(store, "get", changed)
+        yield
+
+
+@contextlib.contextmanager
 def for_any_address():
     """Kernels are without their first entry, that of aligned arrays, so the other takes all."""
     get = store.get
@@ -439,59 +473,6 @@ GOLDEN_SETS = ("special_blocks_f32", "ties_f32", "subnormal_f32")
 
 
 # ---- the second oracle: exact rationals, and the text of semantics instead of its bit tricks ---
-@cache
-def value_table(format: Format) -> tuple[Fraction, ...]:
-    """The value of every non-negative finite code."""
-    values = []
-    for code in range(format.max_code + 1):
-        field, mantissa = divmod(code, 2**format.mantissa_bits)
-        fraction = Fraction(mantissa, 2**format.mantissa_bits) + (field > 0)
-        values.append(fraction * Fraction(2) ** (max(field, 1) - format.bias))
-    return tuple(values)
-
-
-def exact_scale(amax: Fraction, format: Format, scaling: Scaling) -> int:
-    """The scale's byte of a finite block, from the rule's definition."""
-    if amax == 0:
-        return 0
-
-    def exponent(
-        value: Fraction,
-    ) -> int:  # floor(log2), as float32 has it: subnormals count as -127
-        e = value.numerator.bit_length() - value.denominator.bit_length()
-        e = e if Fraction(2) ** e <= value else e - 1
-        return max(e, -127)
-
-    e = exponent(amax)
-    if scaling is Scaling.CEIL and e > -127 and amax > Fraction(2) ** e:
-        e += 1
-    elif scaling is Scaling.CEIL and e == -127:
-        e = -126  # clamped away below in every format
-    elif scaling is Scaling.EVEN and e > -127:
-        step = Fraction(2) ** (e - format.mantissa_bits)
-        e = exponent((amax / step + Fraction(1, 2)).__floor__() * step)
-    elif scaling is Scaling.RCEIL:
-        largest = Fraction(format.max)
-        each = range(-160, 160)  # the first that is enough
-        enough = bisect_left(each, True, key=lambda k: amax <= largest * Fraction(2) ** k)
-        e = each[enough] + format.emax
-    return max(e - format.emax + 127, 0)
-
-
-def exact_codes(block: list[Fraction], scale: int, format: Format) -> list[int]:
-    """Magnitude codes: the nearest value, ties to the even code, saturated."""
-    table = value_table(format)
-    codes = []
-    for x in block:
-        x = abs(x) / Fraction(2) ** (scale - 127)
-        above = next((i for i, v in enumerate(table) if v >= x), len(table) - 1)
-        below = max(above - 1, 0) if table[above] > x else above
-        to_above, to_below = abs(table[above] - x), abs(x - table[below])
-        if to_above == to_below:
-            codes.append(above if above % 2 == 0 else below)
-        else:
-            codes.append(above if to_above < to_below else below)
-    return codes
 
 
 def poison_memory() -> None:

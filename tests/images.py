@@ -1,7 +1,5 @@
 """Binaries with nothing to execute, which the handler takes for whole ones."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Models of flax that tests train, each with `dot_general` as it comes, and text to train on."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

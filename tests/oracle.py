@@ -129,11 +129,25 @@ def scale_of(b: np.ndarray, format: Format, scaling: str, zero_scale: int = 0) -
     return np.where(b >= 0x7F800000, 255, scale)
 
 
+def over_windows(amax: np.ndarray, window, axes) -> np.ndarray:
+    """What blocks along these axes have, with the largest of its window in the place of each."""
+    for axis in axes if window != BLOCK else ():
+        length = amax.shape[axis]
+        step = length if window == "row" else (window if isinstance(window, int) else 128) // BLOCK
+        if length:
+            largest = np.maximum.reduceat(amax, np.arange(0, length, step), axis)
+            amax = largest.take(np.arange(length) // step, axis)
+    return amax
+
+
 @anything
-def quantize_blocks(x, format, scaling, zero_scale=0, noise=None, over=(-1,)):
+def quantize_blocks(x, call: Call, noise=None, over=(-1,)):
     """`(codes, scales)` of float32 blocks, which lie along the dimensions `over`."""
+    format = FORMATS[call.format]
     bits = x.view(np.uint32).astype(np.int64)
-    scale = scale_of((bits & 0x7FFFFFFF).max(over, keepdims=True), format, scaling, zero_scale)
+    amax = (bits & 0x7FFFFFFF).max(over, keepdims=True)
+    amax = over_windows(amax, call.window, [axis - 1 for axis in over])
+    scale = scale_of(amax, format, call.scaling, call.zero_scale)
     scaled = np.ldexp(np.abs(x.astype(np.float64)), 127 - scale)
     scaled = np.where(scale == 255, 0, scaled)
     table = format.table
@@ -256,6 +270,7 @@ class Call:
     hadamard: int = 0
     negative: np.ndarray | None = None
     prescale: float | None = None
+    window: int | str | tuple[int, int] = BLOCK
 
 
 def quantize(x, call: Call, seeds=None) -> tuple[np.ndarray, np.ndarray]:
@@ -265,7 +280,6 @@ def quantize(x, call: Call, seeds=None) -> tuple[np.ndarray, np.ndarray]:
 
 def quantized(x, call: Call, seeds=None) -> tuple[np.ndarray, np.ndarray]:
     """`(codes, scales)`, a code a byte, with the block axis last."""
-    format = FORMATS[call.format]
     x = np.moveaxis(float32_of(x), call.axis, -1)
     if call.hadamard:
         x = hadamard(x, call.hadamard, call.negative)
@@ -280,9 +294,7 @@ def quantized(x, call: Call, seeds=None) -> tuple[np.ndarray, np.ndarray]:
         noise = noise_of(seeds, BLOCK ** len(over))
         if call.square:
             noise = np.swapaxes(noise.reshape(*seeds.shape, BLOCK, BLOCK), -3, -2)
-    codes, scales = quantize_blocks(
-        x.reshape(lanes), format, call.scaling, call.zero_scale, noise, over
-    )
+    codes, scales = quantize_blocks(x.reshape(lanes), call, noise, over)
     return codes.reshape(x.shape), scales
 
 
@@ -403,24 +415,3 @@ def _hard_blocks(rng: np.random.Generator, count: int, dtype: str) -> np.ndarray
     bits = np.where((kind == 9) & (bits > end), special, bits)
     bits = bits | rng.integers(0, 2, shape) << (width - 1)
     return bits.astype(f"uint{width}")
-
-
-# ---- layouts ---
-# Where the byte of row r and column c of a matrix of bytes (rows, cols) lies.
-OFFSET = {
-    "row_major": lambda r, c, rows, cols: r * cols + c,
-    "blocked_128x4": lambda r, c, rows, cols: (
-        (r // 128 * -(-cols // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
-    ),
-    "shuffled_32x8": lambda r, c, rows, cols: (
-        r // 32 * 32 * (-(-cols // 8) * 8)
-        + c // 8 * 256
-        + c % 4 * 64
-        + r % 16 * 4
-        + c % 8 // 4 * 2
-        + r % 32 // 16
-    ),
-    "shuffled_16x16": lambda r, c, rows, cols: (
-        r // 16 * 16 * cols + c // 32 * 512 + c % 32 // 16 * 256 + r % 16 * 16 + c % 16
-    ),
-}

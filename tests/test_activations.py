@@ -20,6 +20,7 @@ from helpers import (
     poison_memory,
     product,
     random_bits,
+    settled,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -31,7 +32,6 @@ from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import layouts_of
 from jax_mx.facts.windows import lengths_of
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import store
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
@@ -202,11 +202,6 @@ def wanted_gradient(gate_up, dy, name="swiglu", weights=None) -> np.ndarray:
             inside = np.where((np.abs(up) > 7) & (name == "gpt_oss"), 0, 1).astype(np.float32)
             by = [product(by[0], settled(factor(up, name))), settled(table(name)[bits] * inside)]
         return np.concatenate([product(dy, each) for each in by], -1).astype(jnp.bfloat16)
-
-
-def settled(x: np.ndarray) -> np.ndarray:
-    """With zeros for subnormals."""
-    return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float32)
 
 
 def sums_of(x) -> np.ndarray:
@@ -584,16 +579,6 @@ def test_quantized_with_and_without_floats(name, how):
         jax.vjp(lambda x: make(x, format=format, both=both, **options).quantized, x)
 
 
-def test_floats_and_codes_leave_the_process():
-    x = jnp.ones((32, 128), jnp.bfloat16)
-    how = {"disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
-    for own in ({}, {"up": x}):
-        call = jax.jit(lambda x, own=own: jax_mx.gated(x, format="mxfp8_e4m3", floats=True, **own))
-        exported = jax.export.export(call, platforms=["cpu"], **how)(x).serialize()
-        again = jax.export.deserialize(exported).call(x)
-        assert isinstance(again, jax_mx.Activated) and bits_of(again) == bits_of(call(x))
-
-
 def test_what_serves_it():
     supported = functools.partial(jax_mx.is_supported, "quantize", activation="swiglu")
     name = "quantize_last_bfloat16_mxfp8_e4m3"
@@ -660,58 +645,6 @@ def test_one_call():
     assert "exponential" in text and "num_batch_dims" in call_attributes_in(text)
 
 
-@pytest.mark.usefixtures("without_code")
-def test_an_moe_layer_takes_the_call():
-    """Its activation is quantized as it is made, by the router's weights."""
-    x, w1, w2 = (jnp.ones(s, jnp.bfloat16) for s in ((64, 128), (2, 128, 512), (2, 256, 128)))
-    experts, weights = jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1), jnp.float32)
-    text = jax.jit(jax_mx.moe).trace(x, experts, weights, w1, w2)
-    text = text.lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if f"@{store.TARGET}(" in line]
-    assert any("x2x8x32xbf16>, tensor<" in call for call in calls) and "exponential" not in text
-
-
-@pytest.mark.usefixtures("without_code")
-@pytest.mark.parametrize(("turns", "operand"), [(False, "x8x32xbf16>)"), (True, "x16x16xbf16>)")])
-def test_layers_take_the_call_of_a_gradient(turns, operand):
-    """Whose last operand is that of what the activation gives."""
-    x, w1, w2 = (jnp.ones(s, jnp.bfloat16) for s in ((64, 128), (2, 128, 512), (2, 256, 128)))
-    experts, weights = jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1), jnp.float32)
-    moe = lambda x, w1, w2: jax_mx.moe(x, experts, weights, w1, w2, interleaved=turns)  # noqa: E731
-    mlp = lambda x, w1, w2: jax_mx.mlp(x, w1[0], w2[0], interleaved=turns)  # noqa: E731
-    for layer in (moe, mlp):
-        step = jax.jit(jax.grad(lambda *a, f=layer: f(*a).astype(jnp.float32).sum(), (0, 1, 2)))
-        text = step.trace(x, w1, w2).lower(lowering_platforms=("cuda",)).as_text()
-        calls = [line for line in text.splitlines() if f"@{store.TARGET}(" in line]
-        assert any(operand in call for call in calls)
-
-
-@pytest.mark.usefixtures("without_code")
-@pytest.mark.parametrize("turns", [False, True])
-def test_layers_take_sums_of_the_call(turns):
-    """The columns' of a gradient, for a bias; those of windows are XLA's, beside a kernel."""
-    x, w1, w2 = (jnp.ones(s, jnp.bfloat16) for s in ((64, 128), (2, 128, 512), (2, 256, 128)))
-    b1 = jnp.ones((2, 512), jnp.bfloat16)
-    experts, weights = jnp.zeros((64, 1), jnp.int32), jnp.ones((64, 1), jnp.float32)
-
-    def moe(x, w1, w2, b1, recipe):
-        how = {"b_gate_up": b1, "interleaved": turns, "recipe": recipe}
-        return jax_mx.moe(x, experts, weights, w1, w2, **how)
-
-    def mlp(x, w1, w2, b1, recipe):
-        return jax_mx.mlp(x, w1[0], w2[0], b_gate_up=b1[0], interleaved=turns, recipe=recipe)
-
-    windows = jax_mx.Recipe(window=128)
-    for layer, rows in ((moe, 126), (mlp, 64)):
-        for recipe in (jax_mx.MXFP8, windows):
-            run = lambda *a, f=layer, r=recipe: f(*a, r).astype(jnp.float32).sum()  # noqa: E731
-            step = jax.jit(jax.grad(run, (0, 1, 2, 3))).trace(x, w1, w2, b1)
-            text = step.lower(lowering_platforms=("cuda",)).as_text()
-            calls = [line for line in text.splitlines() if f"@{store.TARGET}(" in line]
-            sums = f"tensor<{-(-rows // 32)}x512xf32>)"
-            assert any(call.endswith(sums) for call in calls) == (recipe is not windows)
-
-
 def exact_gradient(rows: int = 96, length: int = 64):
     """x and dy of reglu whose gradients, and all sums of them, are whole numbers."""
     rng = np.random.default_rng(2)
@@ -760,21 +693,20 @@ def test_one_call_of_each_of_a_batch(what):
 
 
 @pytest.mark.parametrize("kind", AxisType, ids=str)
-@pytest.mark.parametrize("what", ["up", "sums"])
-def test_shards_of_arrays_beside(kind, what):
+@pytest.mark.parametrize("what", ["gates", "up", "sums"])
+def test_shards(kind, what):
     """Ups apart, and sums, whose rows are split as those of the gradient are."""
     x, dy = exact_gradient(128)
 
     def run(x, dy):
-        if what == "up":
-            return jax_mx.quantize_both(x[:, :64], activation=jax_mx.Gated(up=dy))
-        return jax_mx.quantize_both(x, activation=WithSums(jax_mx.Gated(gradient=dy)))
+        own = jax_mx.Gated(up=dy if what == "up" else None)
+        own = WithSums(jax_mx.Gated(gradient=dy)) if what == "sums" else own
+        return jax_mx.quantize_both(x[:, :64] if what == "up" else x, activation=own)
 
     want = run(x, dy)
-    manual = kind is AxisType.Manual
-    kinds = (AxisType.Auto if manual else kind,)
+    kinds = (AxisType.Auto if kind is AxisType.Manual else kind,)
     mesh = jax.make_mesh((4,), ("a",), axis_types=kinds, devices=jax.devices("cpu")[:4])
-    if manual:
+    if kind is AxisType.Manual:
         specs = (P("a"), P(None, "a"), *[P("a")] * (what == "sums"))
         run = jax.shard_map(run, mesh=mesh, in_specs=(P("a"), P("a")), out_specs=specs)
         same(jax.jit(run)(x, dy), want)
@@ -782,22 +714,6 @@ def test_shards_of_arrays_beside(kind, what):
     with jax.set_mesh(mesh):
         split = [jax.device_put(a, NamedSharding(mesh, P("a"))) for a in (x, dy)]
         same(jax.jit(run)(*split), want)
-
-
-@pytest.mark.parametrize("kind", AxisType, ids=str)
-def test_shards(kind):
-    manual = kind is AxisType.Manual
-    kinds = (AxisType.Auto if manual else kind,)
-    mesh = jax.make_mesh((4,), ("a",), axis_types=kinds, devices=jax.devices("cpu")[:4])
-    x = random_bits((128, 128), "bfloat16")
-    run = lambda x: jax_mx.quantize_both(x, activation=jax_mx.Gated())  # noqa: E731
-    want = run(x)
-    if manual:
-        run = jax.shard_map(run, mesh=mesh, in_specs=P("a"), out_specs=(P("a"), P(None, "a")))
-        same(jax.jit(run)(x), want)
-        return
-    with jax.set_mesh(mesh):
-        same(jax.jit(run)(jax.device_put(x, NamedSharding(mesh, P("a")))), want)
 
 
 # ---- kernels ---

@@ -57,11 +57,11 @@ def any_bits(rng, shape, dtype=jnp.bfloat16):
 
 @contextlib.contextmanager
 def amaxes_for_each_block():
-    """Within it programs are lowered as those that XLA splits, but not split."""
+    """Within it programs are lowered as those that XLA splits, by no rule, but not split."""
     target_of = quantizers.target_of
 
     def as_if_split(*args):
-        return target_of(*args)._replace(partitioned=True)
+        return target_of(*args)._replace(partitioned=True, is_mixed=True)
 
     with lowered_apart(), mock.patch.object(quantizers, "target_of", as_if_split):
         yield
@@ -102,7 +102,8 @@ def test_amaxes_are_read_once(monkeypatch):
 def check_made(word):
     """A source's floats and their amaxes, beside XLA's: tails, any address, any bits."""
     rng, source = np.random.default_rng(26), MADE[word]
-    for rows, columns, offset in [(32, 32, 0), (160, 544, 0), (4128, 96, 0), (96, 1568, 1)]:
+    cases = [(32, 32, 0, 1), (160, 544, 0, 1), (4128, 96, 0, 1), (96, 1568, 1, 1)]
+    for rows, columns, offset, parts in [*cases, (1536, 544, 0, 6), (1024, 96, 1, 8)]:
         gates = 1 + ("up" not in [array.name for array in source.operands])
         each = {"x": (rows, gates * columns), "weights": (rows,)}
         shapes = [each.get(array.name, (rows, columns)) for array in source.operands]
@@ -113,13 +114,13 @@ def check_made(word):
 
         def f(*whole, implementation):
             arrays = [a[offset:].reshape(s) for a, s in zip(whole, shapes, strict=True)]  # noqa: B023
-            return amaxes(*arrays, implementation=implementation, source=source)
+            return amaxes(*arrays, implementation=implementation, source=source, parts=parts)  # noqa: B023
 
         poison_memory()
         made = jax.jit(functools.partial(f, implementation="cutedsl"))(*whole)
         want = jax.jit(functools.partial(f, implementation="xla"))(*whole)
         for got, wanted in zip(made, want, strict=True):
-            assert_bits_equal(got, wanted, f"{word} {rows} x {columns}")
+            assert_bits_equal(got, wanted, f"{word} {rows} x {columns} in {parts}")
 
 
 @pytest.mark.gpu

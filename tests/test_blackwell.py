@@ -52,13 +52,19 @@ OF_ROWS = numbers(axes=(1, 2), groups=ROWS)
 OF_SUMS = numbers(groups=SUMS, align=128)
 
 
-@functools.cache
-def compiled(own, name, reads_floats, **params):
-    def product(lhs, rhs, sizes):
+def product(own, name="tcgen05", reads_floats=False):
+    """An implementation, as a function of operands and sizes."""
+
+    def run(lhs, rhs, sizes):
         served = Served(name, reads_floats=reads_floats)
         return IMPLEMENTATIONS[name].compute(Contraction(own, lhs, rhs, sizes), served)
 
-    return mosaic.executed(product, **params)
+    return run
+
+
+@functools.cache
+def compiled(own, name, reads_floats, **params):
+    return mosaic.executed(product(own, name, reads_floats), **params)
 
 
 def multiplied(own, lhs, rhs, sizes=None, name="tcgen05", reads_floats=False, **params):
@@ -221,30 +227,25 @@ def test_the_smallest_and_largest_scales(scales):
 
 
 # ---- that these tests can fail ---
-def without_wait(monkeypatch):
+def with_one_buffer(monkeypatch):
     """Steps overwrite the scales of the step that is under way."""
-    scratch = tcgen05._scratch
+    multiply = tcgen05._multiply
 
-    def one_buffer(*args):
-        own = scratch(*args)
-        own["factors"] = own["factors"][:1] * 2
-        return own
+    def mistaken(steps, fetch, scratch):
+        multiply(steps, fetch, scratch | {"factors": scratch["factors"][:1] * 2})
 
-    monkeypatch.setattr(tcgen05, "_scratch", one_buffer)
+    monkeypatch.setattr(tcgen05, "_multiply", mistaken)
 
 
 @executed
-@pytest.mark.parametrize("change", [None, without_wait])
+@pytest.mark.parametrize("change", [None, with_one_buffer])
 def test_no_race(change, monkeypatch):
     """The interpreter looks for two accesses of which nothing says which comes first."""
     if change:
         change(monkeypatch)
     x, w = (integers(rng(i), (n, 1280), MXFP8_E4M3) for i, n in enumerate((128, 40)))
-    # Many copies at once: two that share a number count as one after the other.
-    how = {"detect_races": True, "num_tma_threads_per_device": 64}
-    program = compiled.__wrapped__(numbers(), "tcgen05", False, **how)
-    y = program(tiled(x), tiled(w), None)
-    assert mosaic.found_races() == bool(change)
+    has_race, y = mosaic.races(product(numbers()), tiled(x), tiled(w), None)
+    assert has_race == bool(change)
     if not change:
         assert_equal(y, wanted(x, w))
 
@@ -265,7 +266,7 @@ def test_mistakes_are_noticed(mutation, monkeypatch):
     own = blackwell._items_of_rows
     monkeypatch.setattr(blackwell, "_items_of_rows", lambda *args: MUTATIONS[mutation](own(*args)))
     x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(1), (2, 136, 160), MXFP8_E4M3)
-    program = compiled.__wrapped__(OF_ROWS, "tcgen05", False)
+    program = mosaic.executed(product(OF_ROWS))
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=r"differ|Out-of-bounds"):
         y = program(tiled(x), tiled(w), jnp.array([70, 150], jnp.int32))
         assert_equal(y, wanted(x, w, [70, 150]))
@@ -298,6 +299,7 @@ def gradients(x, w, sizes, recipe):
     return y, dx, dw
 
 
+OPERANDS = ("lhs", "rhs", "sizes")
 LAYERS = {
     "dense": ((2, 96, 96), (96, 160), None),
     "groups": ((200, 96), (3, 96, 160), [70, 0, 100]),
@@ -337,16 +339,17 @@ def test_layers_by_the_kernel(name, recipe, on_blackwell, monkeypatch):
     names = []
 
     def multiplied(call):
-        served = decided(call, "cuda", ["sm_100"]).served
+        types = {name: jax.tree.map(jax.typeof, getattr(call, name)) for name in OPERANDS}
+        served = decided(dataclasses.replace(call, **types), "cuda", ["sm_100"]).served
         names.append(served.implementation)
         row = IMPLEMENTATIONS[served.implementation]
 
-        def product(lhs, rhs, sizes):
+        def run(lhs, rhs, sizes):
             own = dataclasses.replace(call, lhs=lhs, rhs=rhs, sizes=sizes)
             return row.compute(own, served)
 
         with jax.disable_jit(False):
-            return mosaic.executed(product)(call.lhs, call.rhs, call.sizes)
+            return mosaic.executed(run)(call.lhs, call.rhs, call.sizes)
 
     monkeypatch.setattr(multiply, "multiplied", multiplied)
     with jax.disable_jit():  # each product has arrays

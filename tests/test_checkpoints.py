@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -184,13 +185,56 @@ def test_safetensors(way, tmp_path):
 
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    assert header["layers.0.w.scales"]["dtype"] == "F8_E8M0"
-    stored = [header[f"layers.{i}.w.values"]["dtype"] for i in range(len(FORMATS))]
-    assert stored == ["F8_E4M3", "F8_E5M2", "U8", "U8", "U8"]
+    parts = [header[f"layers.{i}.w.{p}"] for i in range(len(FORMATS)) for p in ("values", "scales")]
+    assert {part["dtype"] for part in parts} == {"U8"}
+    assert header["small"]["dtype"] == "F8_E5M2"
     assert header["__metadata__"]["made by"] == "a test"
     described = json.loads(header["__metadata__"]["jax_mx"])["layers.4.w"]
     assert described["format"] == "mxfp4_e2m1"
     assert described["scale_layout"] == tensors["layers.4.w"].scale_layout.name
+
+
+def test_float4_in_files(tmp_path):
+    """Two elements a byte, the lower half first, as other libraries write MXFP4."""
+    from safetensors import safe_open
+
+    path, q = tmp_path / "w", made(format="mxfp4_e2m1")
+    fnuz = np.arange(8, dtype=np.uint8).view(ml_dtypes.float8_e4m3fnuz)
+    jax_mx.save_safetensors({"w": q.as_float4(), "s": q.scales, "z": fnuz}, path)
+    assert np.asarray(q.values).tobytes() in path.read_bytes()
+    with safe_open(path, framework="np") as file:  # the library takes the file
+        assert file.get_slice("w").get_dtype() == "F4" and [*file.get_slice("w").get_shape()] == [
+            *q.shape
+        ]
+    back = jax_mx.load_safetensors(path)
+    assert_same_array(jax_mx.MXArray.from_float4(back["w"], back["s"]), q)
+    assert_bits_equal(back["z"], fnuz)
+    odd = {"w": jnp.ones(3, jnp.float4_e2m1fn)}
+    sentence = "'w' has 3 elements of float4, of which files keep two in a byte; append one"
+    assert_refused(lambda: jax_mx.save_safetensors(odd, path), TypeError, sentence)
+
+
+def test_memory_of_saving_and_loading(tmp_path):
+    """What comes to the host: one array at a time, and nothing of it stays."""
+    mesh = jax.make_mesh((2,), ("a",))
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+    tensors = {f"{i}": jax.device_put(jnp.full(2**18, i, jnp.float32), where) for i in range(12)}
+    path, one = tmp_path / "w", 2**20
+
+    def peak(call):
+        tracemalloc.start()
+        try:
+            kept = call()
+            now, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        return kept, now, peak
+
+    _, now, most = peak(lambda: jax_mx.save_safetensors(tensors, path))
+    assert most < 3 * one and now < one
+    found, now, most = peak(lambda: jax_mx.load_safetensors(path, tensors))
+    assert most - now < 3 * one  # a CPU's arrays may be those that were read
+    assert all((found[name] == tensors[name]).all() for name in tensors)
 
 
 def test_safetensors_of_others(tmp_path):
@@ -313,11 +357,10 @@ def test_safetensors_that_are_refused(tmp_path):
 def test_without_safetensors_one_sentence_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    for call in (
-        lambda: jax_mx.save_safetensors({}, tmp_path / "w"),
-        lambda: jax_mx.load_safetensors(tmp_path / "w"),
-    ):
-        assert_refused(call, ModuleNotFoundError, "pip install safetensors")
+    path = tmp_path / "w"
+    jax_mx.save_safetensors({}, path)  # writing needs no library
+    load = jax_mx.load_safetensors
+    assert_refused(lambda: load(path), ModuleNotFoundError, "pip install safetensors")
 
 
 def test_other_trees_stay_as_they_are():

@@ -391,23 +391,15 @@ def test_each_tiling_is_a_row():
 CALLS = {
     "mxfp8": (in_recipe(jax_mx.MXFP8), 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
     "mxfp4": (in_recipe(jax_mx.MXFP4), 64, 96, "matmul_mxfp4_e2m1_r{}", ROWS, ()),
-    "windows": (
-        in_recipe(jax_mx.Recipe(window=256)), 512, 96,
-        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w256", (128,), (8, 16, 64),
-    ),
-    "tiles": (
-        in_recipe(TILES), 512, 128,
-        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w128x128", (128, 256), (),
-    ),
-    "rows": (
-        in_recipe(jax_mx.Recipe(window="row")), 512, 96,
-        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_wrow", (128, 256), (8, 16, 64),
-    ),
+    "windows": (in_recipe(jax_mx.Recipe(window=256)), 512, 96,
+        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w256", (128, ), (8, 16, 64)),
+    "tiles": (in_recipe(TILES), 512, 128, "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w128x128",
+        (128, 256), ()),
+    "rows": (in_recipe(jax_mx.Recipe(window="row")), 512, 96,
+        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_wrow", (128, 256), (8, 16, 64)),
     "groups": (grouped, 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
-    "groups, tiles": (
-        partial(grouped, recipe=TILES), 512, 128,
-        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w128x128", (128, 256), (),
-    ),
+    "groups, tiles": (partial(grouped, recipe=TILES), 512, 128,
+        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w128x128", (128, 256), ()),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -66,12 +67,23 @@ def test_powers_of_two_are_exact(tmp_path, capsys):
     assert row[:7] == ["2 x 64", "mxfp8_e4m3", "floor", "exact", "0", "0.00", "0.516"]
 
 
+def compared(x, y):
+    losses = tensors.Losses()
+    losses.compare(np.array(x), np.array(y))
+    return losses
+
+
 def test_known_errors():
-    snr, relative_error = tensors.errors(np.array([3.0, 4.0, 0.0]), np.array([3.0, 3.5, 0.0]))
-    assert snr == pytest.approx(10 * math.log10(25 / 0.25))
-    assert relative_error == 0.125
-    assert tensors.errors(np.zeros(3), np.zeros(3)) == (math.inf, 0)
-    assert tensors.errors(np.ones(1), np.array([math.inf])) == (-math.inf, math.inf)
+    losses = compared([3.0, 4.0, 0.0], [3.0, 3.5, 0.0])
+    assert losses.snr == pytest.approx(10 * math.log10(25 / 0.25))
+    assert losses.relative_error == 0.125
+    losses.compare(np.array([12.0]), np.array([10.0]))  # a second part
+    assert losses.snr == pytest.approx(10 * math.log10(169 / 4.25))
+    assert losses.relative_error == 2 / 12 and losses.remark == ""
+    zeros, infinite = compared([0.0] * 3, [0.0] * 3), compared([1.0], [math.inf])
+    assert (zeros.snr, zeros.relative_error, zeros.remark) == (math.inf, 0, "all zero")
+    assert (infinite.snr, infinite.relative_error) == (-math.inf, math.inf)
+    assert infinite.remark == "became infinite"
 
 
 def test_poisoned_blocks_are_left_out_and_said(tmp_path, capsys):
@@ -117,7 +129,7 @@ def test_what_became_zero_is_said(tmp_path, capsys):
     np.save(tmp_path / "codes.npy", np.full((1, 32), 1e-44, np.float32))  # below the least scale
     status, out, _ = run(capsys, "--file", tmp_path / "codes.npy", "--dtype", "float32", *ONE)
     assert rows(out, "codes.npy")[0][3:5] == ["0.0", "1"]
-    assert tensors.remark(np.ones(2), np.zeros(2)) == "all became zero"
+    assert compared([1.0, 1.0], [0.0, 0.0]).remark == "all became zero"
 
 
 def test_axis_and_dtype(tmp_path, capsys):
@@ -313,13 +325,57 @@ def test_long_steps_say_what_they_do(monkeypatch):
     assert all(re.fullmatch(r"\.\.\. waiting, \d s", line) for line in lines)
 
 
+# ---- memory ---
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((7, 96, 3), 1), ((2, 3, 64), -1), ((64, 50), 0), ((32, 1000), 0)]
+)
+def test_parts_hold_whole_blocks_and_every_element(shape, axis, monkeypatch):
+    x = normal(*shape)
+    whole = samples.admit(x, axis, "float32")
+    q = tensors.quantize(x, format="mxfp4_e2m1", axis=axis, scaling="even")
+    want = tensors.Losses()
+    want.add(x, q)
+    seen = pictures.histograms("x", whole, ["mxfp4_e2m1"], "even").panels
+    monkeypatch.setattr(samples, "PART", 100)
+    parts = [part.whole() for part in whole.parts()]
+    assert len(parts) > 1 and max(part.size for part in parts) <= 100
+    for part in parts:
+        assert part.shape[axis] % 32 == 0
+    (row,) = tensors.measure("x", whole, ["mxfp4_e2m1"], ["even"])
+    assert row["snr"] == pytest.approx(want.snr, rel=1e-9)
+    for name in ("relative_error", "saturated", "remark"):
+        assert row[name] == want.named()[name]
+    assert row["ratio"] == q.nbytes / (2 * x.size)
+    assert pictures.histograms("x", whole, ["mxfp4_e2m1"], "even").panels == seen
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+def test_memory_of_a_large_tensor(suffix, tmp_path, capsys, monkeypatch):
+    """The host's temporary arrays are those of a part; the tensor is mapped, not read."""
+    x = np.zeros((2**10, 2**10), np.float32)
+    save = {".npy": np.save, ".safetensors": lambda path, x: save_file({"x": x}, path)}[suffix]
+    save(tmp_path / f"x{suffix}", x)
+    monkeypatch.setattr(samples, "PART", 2**14)
+    options = ["--file", tmp_path / f"x{suffix}", "--plot", tmp_path / "x.png", *ONE]
+    monkeypatch.setattr(pictures, "write", lambda *_: "drawn")
+    assert run(capsys, *options)[0] == 0  # compiled, and modules imported
+    tracemalloc.start()
+    try:
+        assert run(capsys, *options)[0] == 0
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < x.nbytes
+
+
 # ---- pictures ---
 def test_histograms_count(tmp_path):
     """Elements, scales and errors are known."""
     x = np.zeros((2, 32), np.float32)
     x[0] = [1.0] * 16 + [3.0] * 15 + [0.0]
     x[1, :2] = np.nan, 1.0
-    found = pictures.histograms("x", x, -1, ["mxfp8_e4m3", "mxfp4_e2m1"], "floor")
+    sample = samples.Sample(x, -1, x.dtype)
+    found = pictures.histograms("x", sample, ["mxfp8_e4m3", "mxfp4_e2m1"], "floor")
     elements, scales, errors = found.panels.items()
     assert found.title == "x, 2 x 32"
     assert elements == ("elements, power of 2; 48.4% are zero", {"": {0: 17, 1: 15}})
@@ -327,7 +383,7 @@ def test_histograms_count(tmp_path):
     assert scales[1] == {"mxfp8_e4m3": {-7: 1}, "mxfp4_e2m1": {-1: 1}}
     assert errors[1] == {"mxfp8_e4m3, 100% exact": {}, "mxfp4_e2m1, 100% exact": {}}
     x[0, 0] = 1.25  # of a scale of 1/2, 2.5 is a tie of 2 and 3, which becomes 2
-    found = pictures.histograms("x", x, -1, ["mxfp4_e2m1"], "floor")
+    found = pictures.histograms("x", sample, ["mxfp4_e2m1"], "floor")
     *_, errors = found.panels.values()
     assert errors == {"mxfp4_e2m1, 97% exact": {-3: 1}}  # 0.25 / 1.25 is 0.2, 30 of 31 are exact
 

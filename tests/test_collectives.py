@@ -58,23 +58,14 @@ MOVES = {
     "gather columns": (jax_mx.all_gather, jax.lax.all_gather, {"axis": -1, "tiled": True}),
     "gather beside": (jax_mx.all_gather, jax.lax.all_gather, {}),
     "gather inside": (jax_mx.all_gather, jax.lax.all_gather, {"axis": 2}),
-    "exchange": (
-        jax_mx.all_to_all,
-        jax.lax.all_to_all,
-        {"split_axis": 1, "concat_axis": 1, "tiled": True},
-    ),
-    "rows to columns": (
-        jax_mx.all_to_all,
-        jax.lax.all_to_all,
-        {"split_axis": 1, "concat_axis": 2, "tiled": True},
-    ),
-    "columns to slabs": (
-        jax_mx.all_to_all,
-        jax.lax.all_to_all,
-        {"split_axis": 2, "concat_axis": 0, "tiled": True},
-    ),
+    "exchange": (jax_mx.all_to_all, jax.lax.all_to_all,
+        {"split_axis": 1, "concat_axis": 1, "tiled": True}),
+    "rows to columns": (jax_mx.all_to_all, jax.lax.all_to_all,
+        {"split_axis": 1, "concat_axis": 2, "tiled": True}),
+    "columns to slabs": (jax_mx.all_to_all, jax.lax.all_to_all,
+        {"split_axis": 2, "concat_axis": 0, "tiled": True}),
     "permute": (jax_mx.ppermute, jax.lax.ppermute, {}),
-}
+}  # fmt: skip
 OPTIONS = {
     "": {},
     "rows": {"axis": -2},
@@ -226,81 +217,40 @@ def q_of(shape=(64, 128), **options):
 BLOCKED = {"scale_layout": "blocked_128x4"}
 REFUSED = {
     "floats": (lambda: jax_mx.all_gather(jnp.ones((64, 64)), "a"), TypeError, "jax.lax.all_gather"),
-    "permuted floats": (
-        lambda: jax_mx.ppermute(jnp.ones((64, 64)), "a", [(0, 1)]),
-        TypeError,
-        "jax.lax.ppermute moves other arrays",
-    ),
+    "permuted floats": (lambda: jax_mx.ppermute(jnp.ones((64, 64)), "a", [(0, 1)]), TypeError,
+        "jax.lax.ppermute moves other arrays"),
     "axis": (lambda: jax_mx.all_gather(q_of(), "a", axis=3), ValueError, "axis 3 is out of range"),
-    "inside of tiles": (
-        lambda: jax_mx.all_gather(q_of(**BLOCKED), "a", axis=0, tiled=True),
+    "inside of tiles": (lambda: jax_mx.all_gather(q_of(**BLOCKED), "a", axis=0, tiled=True),
         ValueError,
-        "parts of 64 elements are joined, inside of a tile of 'blocked_128x4', which holds 128",
-    ),
-    "inside of blocks": (
-        lambda: jax_mx.all_to_all(q_of((64, 96)), "a", 1, 0, tiled=True),
-        ValueError,
-        "parts of 48 elements are cut off, inside of a block, which holds 32",
-    ),
-    "parts": (
-        lambda: jax_mx.all_to_all(q_of((65, 64)), "a", 0, 0, tiled=True),
-        ValueError,
-        "length 65, which 2 shards want to be a multiple of it",
-    ),
-    "one a shard": (
-        lambda: jax_mx.all_to_all(q_of((64, 64)), "a", 0, 0),
-        ValueError,
-        "length 64, which 2 shards want to be just it, or pass tiled=True",
-    ),
-    "new axis": (
-        lambda: jax_mx.all_gather(q_of(**BLOCKED), "a", axis=1),
-        ValueError,
-        "which tiles span; put it in front of them",
-    ),
-    "reshard in shard_map": (
-        lambda: jax_mx.reshard(q_of(), P("a")),
-        ValueError,
-        "move them with all_gather, all_to_all or ppermute",
-    ),
+        "parts of 64 elements are joined, inside of a tile of 'blocked_128x4', which holds 128"),
+    "inside of blocks": (lambda: jax_mx.all_to_all(q_of((64, 96)), "a", 1, 0, tiled=True),
+        ValueError, "parts of 48 elements are cut off, inside of a block, which holds 32"),
+    "parts": (lambda: jax_mx.all_to_all(q_of((65, 64)), "a", 0, 0, tiled=True), ValueError,
+        "length 65, which 2 shards want to be a multiple of it"),
+    "one a shard": (lambda: jax_mx.all_to_all(q_of((64, 64)), "a", 0, 0), ValueError,
+        "length 64, which 2 shards want to be just it, or pass tiled=True"),
+    "new axis": (lambda: jax_mx.all_gather(q_of(**BLOCKED), "a", axis=1), ValueError,
+        "which tiles span; put it in front of them"),
+    "reshard in shard_map": (lambda: jax_mx.reshard(q_of(), P("a")), ValueError,
+        "move them with all_gather, all_to_all or ppermute"),
     "recipe": (lambda: jax_mx.gather_weight(jnp.ones((64, 64)), P("a"), "mx"), ValueError, "mx"),
-    "no floats": (
-        lambda: jax_mx.gather_weight(jnp.ones((64, 64), int), P("a")),
-        TypeError,
-        "gather_weight: w is",
-    ),
-    "no spec": (
-        lambda: jax_mx.gather_weight(jnp.ones((64, 64)), "a"),
-        TypeError,
-        "spec must be a PartitionSpec",
-    ),
-    "long spec": (
-        lambda: jax_mx.gather_weight(jnp.ones((64, 64)), P("a", None, None)),
-        ValueError,
-        "has 3 entries, the array 2 axes",
-    ),
-    "no such axis": (
-        lambda: jax_mx.gather_weight(jnp.ones((64, 64)), P("b")),
-        ValueError,
-        "names b; the mesh has a",
-    ),
-    "cut blocks": (
-        lambda: jax_mx.gather_weight(jnp.ones((48, 64)), P("a")),
-        ValueError,
-        "a part has 48 elements along dimension 0, which 32 does not divide",
-    ),
-    "cut windows": (
-        lambda: jax_mx.gather_weight(
-            jnp.ones((64, 64)), P("a"), Recipe(window=128, weight_window=(128, 128))
-        ),
-        ValueError,
-        "which 128 does not divide, so that it would cut windows or transforms",
-    ),
-    "behind another": (
-        lambda: jax_mx.gather_weight(jnp.ones((64, 2, 64)), P(None, None, "a"), contracting=0),
-        ValueError,
-        "products see it behind dimension 1 as one; split dimension 1 instead",
-    ),
-}
+    "no floats": (lambda: jax_mx.gather_weight(jnp.ones((64, 64), int), P("a")), TypeError,
+        "gather_weight: w is"),
+    "no spec": (lambda: jax_mx.gather_weight(jnp.ones((64, 64)), "a"), TypeError,
+        "spec must be a PartitionSpec"),
+    "long spec": (lambda: jax_mx.gather_weight(jnp.ones((64, 64)), P("a", None, None)), ValueError,
+        "has 3 entries, the array 2 axes"),
+    "no such axis": (lambda: jax_mx.gather_weight(jnp.ones((64, 64)), P("b")), ValueError,
+        "names b; the mesh has a"),
+    "cut blocks": (lambda: jax_mx.gather_weight(jnp.ones((48, 64)), P("a")), ValueError,
+        "a part has 48 elements along dimension 0, which 32 does not divide"),
+    "cut windows": (lambda: jax_mx.gather_weight(jnp.ones((64, 64)), P("a"),
+        Recipe(window=128, weight_window=(128, 128))), ValueError,
+        "which 128 does not divide, so that it would cut windows or transforms"),
+    "behind another": (lambda: jax_mx.gather_weight(jnp.ones((64, 2, 64)), P(None, None, "a"),
+        contracting=0), ValueError,
+        "products see it behind dimension 1 as one; split dimension 1 instead"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -394,26 +344,19 @@ def auto(moves: Moves, **others: Moves) -> dict[str, Moves]:
 
 
 CELLS: dict[str, tuple] = {
-    "reshard, m over 2 to none": (
-        lambda q: jax_mx.reshard(q, P()), (P(None, "a"),), P(),
+    "reshard, m over 2 to none": (lambda q: jax_mx.reshard(q, P()), (P(None, "a"), ), P(),
         auto({"all-gather u8": WHOLE})),
-    "reshard, m over 4 to e over 4": (
-        lambda q: jax_mx.reshard(q, P("b")), (P(None, "b"),), P("b"),
-        auto({"all-to-all u8": WHOLE // 4})),
-    "reshard, k over 4 to m over 4": (
-        lambda q: jax_mx.reshard(q, P(None, "b")), (P(None, None, "b"),), P(None, "b"),
-        auto({"all-to-all u8": WHOLE // 4})),
-    "reshard, m over 2 x 4 to m over 2": (
-        lambda q: jax_mx.reshard(q, P(None, "a")), (P(None, ("a", "b")),), P(None, "a"),
-        auto({"all-gather u8": WHOLE // 2})),
-    "all_gather along m": (
-        lambda q: jax_mx.all_gather(q, "a", axis=1, tiled=True), (P(None, "a"),), P(),
-        {"shard_map": {"all-gather u8": WHOLE}}),
-    "all_to_all, m over 2 to e over 2": (
-        lambda q: moved(q, split_axis=0, concat_axis=1), (P(None, "a"),), P("a"),
-        {"shard_map": {"all-to-all u8": WHOLE // 2}}),
-    "ppermute, e over 2": (
-        lambda q: jax_mx.ppermute(q, "a", [(0, 1), (1, 0)]), (P("a"),), P("a"),
+    "reshard, m over 4 to e over 4": (lambda q: jax_mx.reshard(q, P("b")), (P(None, "b"), ),
+        P("b"), auto({"all-to-all u8": WHOLE // 4})),
+    "reshard, k over 4 to m over 4": (lambda q: jax_mx.reshard(q, P(None, "b")),
+        (P(None, None, "b"), ), P(None, "b"), auto({"all-to-all u8": WHOLE // 4})),
+    "reshard, m over 2 x 4 to m over 2": (lambda q: jax_mx.reshard(q, P(None, "a")),
+        (P(None, ("a", "b")), ), P(None, "a"), auto({"all-gather u8": WHOLE // 2})),
+    "all_gather along m": (lambda q: jax_mx.all_gather(q, "a", axis=1, tiled=True),
+        (P(None, "a"), ), P(), {"shard_map": {"all-gather u8": WHOLE}}),
+    "all_to_all, m over 2 to e over 2": (lambda q: moved(q, split_axis=0, concat_axis=1),
+        (P(None, "a"), ), P("a"), {"shard_map": {"all-to-all u8": WHOLE // 2}}),
+    "ppermute, e over 2": (lambda q: jax_mx.ppermute(q, "a", [(0, 1), (1, 0)]), (P("a"), ), P("a"),
         {"shard_map": {"collective-permute u8": WHOLE // 2}}),
     "gather_weight, k over 2": (gathered(), *fsdp(P("a")), of_weight(2 * WEIGHT)),
     "gather_weight, n over 2": (

@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from helpers import (
     COLLECTIVE,
@@ -14,7 +15,6 @@ from helpers import (
     assert_refused,
     assert_same_array,
     random_bits,
-    value_table,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.optimized
 P = PartitionSpec
 FP4 = partial(jax_mx.quantize, format="mxfp4_e2m1")
 # Of every byte, its two elements.
-TABLE = np.array([float(v) for v in value_table(jax_mx.MXFP4_E2M1)], np.float32)
+TABLE = oracle.FORMATS["mxfp4_e2m1"].table.astype(np.float32)
 TABLE = np.concatenate([TABLE, -TABLE])
 PAIRS = np.stack([TABLE[np.arange(256) & 15], TABLE[np.arange(256) >> 4]], -1)
 

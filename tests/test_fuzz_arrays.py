@@ -137,7 +137,7 @@ class Arrays(RuleBasedStateMachine):
     # ---- parts and rearrangements ---
     @rule(data=st.data())
     def index(self, data):
-        """Ints, slices, lists and None; whole blocks."""
+        """Ints, slices, lists, masks, grids and None; whole blocks."""
         shape, blocked = self.model.shape, [self.model.axis]
         if self.model.square:
             blocked = [-2, -1]
@@ -149,16 +149,28 @@ class Arrays(RuleBasedStateMachine):
                 whole = data.draw(st.booleans())
                 index.append(slice(None) if whole else slice(32 * start, 32 * stop))
                 continue
-            kind = data.draw(st.sampled_from(("all", "all", "slice", "int", "list", "none")))
-            if kind == "int":
-                index.append(data.draw(st.integers(-n, n - 1)))
-            elif kind == "list" and not any(isinstance(i, np.ndarray) for i in index):
-                index.append(np.array(data.draw(st.lists(st.integers(-n, n - 1), min_size=1))))
+            kinds = ("all", "all", "slice", "back", "int", "numpy", "list", "mask", "grid", "none")
+            kind, one = data.draw(st.sampled_from(kinds)), st.integers(-n, n - 1)
+            arrays = [i for i in index if isinstance(i, np.ndarray)]
+            if kind in ("int", "numpy"):
+                index.append((int if kind == "int" else np.int64)(data.draw(one)))
+            elif kind == "list" and arrays and arrays[-1] is index[-1] and arrays[-1].dtype != bool:
+                index.append(np.resize(data.draw(st.lists(one, min_size=1)), arrays[-1].shape))
+            elif kind == "list" and not arrays:
+                index.append(np.array(data.draw(st.lists(one, min_size=1))))
+            elif kind == "mask" and not arrays:
+                index.append(np.arange(n) % data.draw(st.integers(1, 3)) == 0)
+            elif kind == "grid" and not arrays and len(shape) < 4:
+                index.append(np.array([[data.draw(one)], [data.draw(one)]]))
+            elif kind == "back":
+                index.append(slice(None, None, -1))
             elif kind == "slice":
                 start = data.draw(st.integers(0, n - 1))
                 index.append(slice(start, data.draw(st.integers(start + 1, n)), 1))
             else:
                 index += [None] * (kind == "none") + [slice(None)]
+        if index[-1:] == [slice(None)]:
+            index[-1] = ...
         index = tuple(index)
         if len(self.model.shape) + sum(i is None for i in index) > 6:
             return
@@ -327,6 +339,6 @@ class Arrays(RuleBasedStateMachine):
 
 TestArrays = Arrays.TestCase
 TestArrays.settings = settings(
-    max_examples=max(settings.default.max_examples // 10, 1),
+    max_examples=max(settings.default.max_examples // 4, 1),
     stateful_step_count=10 if settings.default.max_examples <= 100 else 20,
 )

@@ -1,6 +1,9 @@
 """gpt-oss' expert weights: files as they were published become MXArrays of the same bytes."""
 
+import contextlib
 import json
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import gpt_oss
+from jax_mx.ops import reading
 
 P = PartitionSpec
 E, D, INNER = 4, 96, 64
@@ -67,7 +71,7 @@ def folder(tmp_path):
     for name, tensors in files.items():
         jax_mx.save_safetensors(tensors, tmp_path / name)
     places = {tensor: name for name, tensors in files.items() for tensor in tensors}
-    (tmp_path / gpt_oss.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (tmp_path / reading.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
     return tmp_path, layers
 
 
@@ -84,10 +88,10 @@ def test_values_are_those_of_the_published_implementation(tmp_path):
 def test_files_folders_and_indices(folder):
     path, layers = folder
     files = sorted(path.glob("*.safetensors"))
-    for where in (path, path / gpt_oss.INDEX, files, [str(file) for file in files]):
+    for where in (path, path / reading.INDEX, files, [str(file) for file in files]):
         for number in (0, np.int64(1)):
             assert_loaded(gpt_oss.load_experts(where, number), layers[number])
-    (path / gpt_oss.INDEX).unlink()
+    (path / reading.INDEX).unlink()
     assert_loaded(gpt_oss.load_experts(str(path), 1), layers[1])
 
 
@@ -104,14 +108,14 @@ def test_each_device_reads_its_part(folder, kind, monkeypatch):
     devices = jax.devices("cpu")
     mesh = jax.make_mesh((4, 2), ("expert", "rows"), axis_types=(kind,) * 2, devices=devices)
     read = []
-    copied = gpt_oss._Told.copied
+    copied = reading.Files._copied
 
-    def counted(self, name, tensor, index):
-        out = copied(self, name, tensor, index)
-        read.append((name, out.nbytes, tensor.nbytes))
+    def counted(self, name, *args):
+        out = copied(self, name, *args)
+        read.append((name, out.nbytes, self[name].nbytes))
         return out
 
-    monkeypatch.setattr(gpt_oss._Told, "copied", counted)
+    monkeypatch.setattr(reading.Files, "_copied", counted)
     one = NamedSharding(mesh, P("expert"))
     got = gpt_oss.load_experts(path, 0, sharding=one)
     assert_loaded(got, layers[0])
@@ -240,10 +244,39 @@ def test_refused_arguments(folder):
 
 
 def test_progress(folder, capsys, monkeypatch):
-    monkeypatch.setattr(gpt_oss, "CHUNK", 2**12)
+    monkeypatch.setattr(reading, "CHUNK", 2**12)
     gpt_oss.load_experts(folder[0], 0, progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("gpt_oss.load_experts 1/") and "gate_up_proj_blocks" in lines[0]
     assert len(lines) > 8
     gpt_oss.load_experts(folder[0], 0)
     assert not capsys.readouterr().err
+
+
+def test_what_was_read_leaves_the_memory(tmp_path, monkeypatch):
+    """Tensors are mapped; pages of one that was read do not stay while the next one is."""
+    path, smaps = tmp_path / "model.safetensors", Path("/proc/self/smaps")
+    if not smaps.exists():
+        pytest.skip("the memory of mappings is not told here")
+    jax_mx.save_safetensors(layer_of(0, experts=400), path)
+    resident = []
+
+    def say(*_):
+        mappings = smaps.read_text().split(str(path))[1:]
+        resident.append(sum(int(re.search(r"Rss: +(\d+)", text)[1]) for text in mappings))
+
+    monkeypatch.setattr(gpt_oss, "progress_of", lambda *_: contextlib.nullcontext(say))
+    gpt_oss.load_experts(path, 0)
+    assert len(resident) == 6 and max(resident) < path.stat().st_size / 1024 / 4
+
+
+def test_blocks_of_float4(tmp_path):
+    """Two codes in a byte, called so."""
+    layer = layer_of(0)
+    path = tmp_path / "w"
+    codes = {k: np.stack([v & 15, v >> 4], -1) for k, v in layer.items() if k.endswith("blocks")}
+    codes = {
+        k: v.reshape(*v.shape[:-2], 32).view(ml_dtypes.float4_e2m1fn) for k, v in codes.items()
+    }
+    jax_mx.save_safetensors(layer | codes, path)
+    assert_loaded(gpt_oss.load_experts(path, 0), layer)

@@ -213,35 +213,19 @@ def test_on_a_mesh_with_explicit_axes():
         (lambda g: g(np.zeros((2, 2), int), 2, align=0), ValueError, "align must be 1 or more"),
         (lambda g: g(np.zeros((2, 2), int), 2, align=2**30), ValueError, "slots than int32 counts"),
         (lambda g: g(np.zeros((2, 2), int), 2**31), ValueError, "slots than int32 counts"),
-        (
-            lambda g: jax.eval_shape(
-                lambda e: g(e, 64), jax.ShapeDtypeStruct((2**29, 4), jnp.int32)
-            ),
+        (lambda g: jax.eval_shape(lambda e: g(e, 64), jax.ShapeDtypeStruct((2**29, 4), jnp.int32)),
             ValueError,
-            "2147483648 choices among 64 groups, aligned to 32, need more slots than int32 counts",
-        ),
-        (
-            lambda g: g(np.zeros((7, 2), int), 2).combined(jnp.ones((5, 4))),
-            ValueError,
-            "slots have the shape (5, 4), must have 96 rows",
-        ),
-        (
-            lambda g: g(np.zeros((7, 2), int), 2).of_choices(jnp.ones(())),
-            ValueError,
-            "slots have the shape (), must have 96 rows",
-        ),
-        (
-            lambda g: g(np.zeros((7, 2), int), 2).of_slots(jnp.ones((5, 2))),
-            ValueError,
-            "choices have the shape (5, 2), must be (7, 2)",
-        ),
-        (
-            lambda g: g(np.zeros((1, 2), int), 2).combined(jax_mx.quantize(jnp.ones((64, 32)))),
-            TypeError,
-            "Groups.combined: slots are MXArray, must be an array of numbers",
-        ),
+            "2147483648 choices among 64 groups, aligned to 32, need more slots than int32 counts"),
+        (lambda g: g(np.zeros((7, 2), int), 2).combined(jnp.ones((5, 4))), ValueError,
+            "slots have the shape (5, 4), must have 96 rows"),
+        (lambda g: g(np.zeros((7, 2), int), 2).of_choices(jnp.ones(())), ValueError,
+            "slots have the shape (), must have 96 rows"),
+        (lambda g: g(np.zeros((7, 2), int), 2).of_slots(jnp.ones((5, 2))), ValueError,
+            "choices have the shape (5, 2), must be (7, 2)"),
+        (lambda g: g(np.zeros((1, 2), int), 2).combined(jax_mx.quantize(jnp.ones((64, 32)))),
+            TypeError, "Groups.combined: slots are MXArray, must be an array of numbers"),
     ],
-)
+)  # fmt: skip
 def test_messages(call, error, sentence):
     assert_refused(lambda: call(jax_mx.Groups.from_experts), error, sentence)
 

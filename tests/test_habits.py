@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
 import re
 import resource
@@ -87,11 +88,23 @@ def trains_experts(out: str) -> None:
     assert float(last) < float(first)
 
 
+def writes_a_llama(out: str) -> None:
+    assert re.search(r"3 files in llama, 0\.\d+ GB", out)
+
+
+def generates(out: str) -> None:
+    (text,) = re.findall(r"ms a token, prompt included; (\[.*\])", out)
+    tokens = json.loads(text)
+    assert len(tokens) == 16 and len({*tokens}) > 2 and all(0 <= t < 256 for t in tokens)
+
+
 EXAMPLES: dict[str, tuple[list[str], Callable[[str], None]]] = {
     "export_and_run": ([], exports),
     "fsdp": (["--steps", "5"], gathers),
     "gpt_oss": ([], serves),
     "quantize_safetensors": ([], quantizes),
+    "random_llama": (["llama"], writes_a_llama),
+    "serve": ([], generates),
     "train_mlp": (["--steps", "30"], trains),
     "train_moe": (["--steps", "4", "--recipes", "mxfp8"], trains_experts),
 }

@@ -133,68 +133,6 @@ def scenario(fake_driver):
     return run
 
 
-def test_rules_see_merged_dimensions(scenario):
-    """Units of tiles are dimensions of views; rules see what they make up together."""
-    out = scenario(
-        """
-        def launched(shape, merge):
-            global CALL
-            CALL = {"merge": np.array(merge, np.int64)}
-            failed = attempt(jnp.ones(shape, jnp.bfloat16))
-            if failed:
-                return failed
-            last = report()["last"]
-            return [*last["grid"], *(number(n) for n in last["parameters"][5:])]
-
-        # Where numbers go by name: of the merged dimensions, rows and columns.
-        extents = [Extent(0, -3, -2), Extent(0, -2, -1)]
-        terms = [(0, Extent(0, 0, -3), 1), (1, Extent(0, -3, -2), 100), (2, Extent(0, -2, -1), 1)]
-        terms = tuple(GridTerm(axis, Factor(extent, by)) for axis, extent, by in terms)
-        scalars = (*RULE.scalars[:2], *(Scalar(4, extent) for extent in extents))
-        KERNELS = kernels(dataclasses.replace(first(grid=terms), scalars=scalars))
-        tiles = [0, 1, 0, 1, 2]  # rows by 128, columns by 4 blocks of 32
-        shapes = [(3, 2, 3, 128, 4, 32), (2, 3, 2, 3, 65, 4, 32), (1, 1, 256, 1, 32)]
-        rows = [launched(shape, tiles) for shape in shapes]
-        rows.append(launched((7, 256, 12, 32), [0, 1, 0, 1, 2, 2, 2, 2]))  # more than there are
-        for bad in ([0, 5, 0, 1, 2], [0, -1, 0, 1, 2]):
-            rows.append(launched(shapes[0], bad))
-        print(json.dumps(rows))
-        """
-    )
-    assert out[:4] == [
-        [3, 3, 12, 256, 12],
-        [6, 2, 12, 130, 12],
-        [1, 3, 1, 256, 1],
-        [7, 3, 12, 256, 12],
-    ]
-    assert all("merge numbers a dimension out of range" in error for error in out[4:])
-
-
-def test_absent_operands_are_counted_and_bad_numbers_refused(scenario):
-    out = scenario(
-        """
-        rows = []
-        for absent in ([], [0], [1], [2], [16], [-1], [1, 1], [1, 0], [1 << 62], [*range(16)]):
-            CALL = {"absent": np.array(absent, np.int64)}
-            rows.append(attempt())
-        seen = launches()
-        CALL = {"absent": np.array([0, 2])}  # of three operands the second is there
-        entries = (dataclasses.replace(RULE.entries[0], align=(16,) * 5, grid=()),)
-        KERNELS = kernels(dataclasses.replace(RULE, entries=entries, scalars=()))
-        takes(8, 8, 8, 8, 8)
-        pointers = attempt() or [number(p) != 0 for p in report()["last"]["parameters"]]
-        print(json.dumps([rows, seen, pointers]))
-        """
-    )
-    rows, launches, pointers = out
-    assert rows[0] is None and launches == 1
-    assert all("takes 3 buffers, the call passes 4" in error for error in rows[1:3])
-    assert "absent numbers a buffer beyond the operands" in rows[3]
-    assert all("absent is not ascending or out of range" in error for error in rows[4:9])
-    assert "takes 3 buffers" in rows[9]
-    assert pointers == [False, True, False, True, True]
-
-
 def test_launch_follows_the_rule_and_the_buffers(scenario):
     """Grid and scalars come from the shapes of each call; nothing is launched for size 0."""
     out = scenario(
@@ -227,60 +165,6 @@ def test_launch_follows_the_rule_and_the_buffers(scenario):
         assert last["threads"] == [512, 1, 1]
         numbers = [*addresses, n, n // shape[-1], values["a"], values["b"]]
         assert [*map(number, last["parameters"])] == numbers
-
-
-def test_alignment_picks_the_entry(scenario):
-    out = scenario(
-        """
-        # XLA's CPU client aligns to 64 bytes; an alignment that nothing has takes the other entry,
-        # and where that one fits neither, there is no launch.
-        def entry_of():
-            return [attempt(), report()["last"]["entry"], _ffi.counters()["fallback_entries"]]
-        seen = entry_of()
-        change(align=np.array([1 << 40, 1, 1, 2, 1, 1]))
-        seen += entry_of()
-        change(align=np.array([1 << 40, 1, 1, 1, 1, 1 << 40]))
-        seen += [attempt(), launches()]
-        print(json.dumps(seen))
-        """
-    )
-    assert out[:6] == [None, 0, 0, None, 1, 1]
-    assert "the buffers' addresses and shapes fit no entry of stand_in_0" in out[6]
-    assert out[7] == 2
-
-
-def test_a_size_is_a_sum_of_products(scenario):
-    """Such as that of a grouped product: the tiles of all rows, and one more for each group."""
-    out = scenario(
-        """
-        rows = []
-        def launched(*terms, x=X):
-            global KERNELS
-            KERNELS = kernels(first(grid=tuple(GridTerm(*term) for term in terms)))
-            rows.append(attempt(x) or report()["last"]["grid"])
-        M, K, MANY = Extent(0, 0, 1), Extent(0, 1, 2), 1 << 40
-        launched((0, Factor(M, 3)), (0, Factor(K, 64)))
-        launched((0, Factor(M, 3)), (0, Factor(K, 64)), (0, Factor(constant(5), 1, 1)))
-        launched((0, Factor(K, 100, 7)), (1, Factor(M)), (0, Factor(M, 1, 2)), (0, Factor(M, 3, 7)))
-        launched((0, Factor(multiprocessors(), 2)), (0, Factor(constant(2))))  # in clusters of 2
-        launched((2, Factor(multiprocessors())), (2, Factor(M, MANY)))
-        launched((0, Factor(constant(1 << 62))), (0, Factor(constant(1 << 62), 1, 1)))
-        before = launches()
-        empty = jnp.ones((0, 64), jnp.bfloat16)
-        rows.append(attempt(empty, outs=outs_of(X)))  # with results, or XLA drops the call
-        KERNELS = kernels(first(grid=tuple(
-            GridTerm(2, factor) for factor in (Factor(multiprocessors()), Factor(M, MANY)))))
-        rows.append(attempt(empty, outs=outs_of(X)))
-        print(json.dumps([rows, launches() - before]))
-        """,
-        JAX_MX_FAKE_UNITS="77",
-    )
-    rows, launches = out
-    assert rows[:3] == [[2 * 4, 1, 1], [2 * 4 + 5, 1, 1], [3 * 2 + 4, 4, 1]]
-    assert rows[3:5] == [[78, 1, 1], [1, 1, 77]]
-    assert "grid axis 0 of stand_in_0 does not fit the buffers" in rows[5]
-    assert "grid axis 0 of stand_in_0 does not fit the buffers" in rows[6]
-    assert rows[7] is None and launches == 0  # nothing for an empty array
 
 
 def test_multiprocessors_that_the_driver_does_not_tell(scenario):
@@ -450,61 +334,37 @@ MAPS = """
 """
 
 
-@pytest.mark.thorough
-def test_random_numbers_never_end_the_process(scenario):
-    """In a call that uses all words: numbers are changed, added and left out."""
-    out = scenario(
-        MAPS,
-        """
-        rule = mapped(MAP, MAP, shared=1000, cluster=(1, 1, 1), divide=(Factor(COLUMNS, 32),))
-        scratch = (Scratch(2, (Factor(ROWS), Factor(constant(8))), True),)
-        good = kernels(dataclasses.replace(rule, scratch=scratch), chips=("sm_90",))["sm_90"]
-        good["settings"] = np.array([1000, 1, 1, 1, 0])
-        KERNELS = {"sm_90": dict(good)}
-        first_error = attempt()
-        rng, errors, unexplained = np.random.default_rng(0), 0, []
-        odd = [-(1 << 63), -1, 0, 1, 2, 3, 7, 99, 255, 1 << 16, 1 << 31, 1 << 40, (1 << 63) - 1]
-        names = [name for name, value in good.items() if isinstance(value, np.ndarray)]
-        for _ in range(250):
-            name = names[rng.integers(len(names))]
-            numbers = good[name].copy()
-            at = rng.integers(len(numbers))
-            how = rng.integers(5)
-            if how == 0:
-                numbers = np.delete(numbers, at)
-            elif how == 1:
-                numbers = np.insert(numbers, at, rng.choice(odd))
-            else:
-                for at in rng.integers(len(numbers), size=how - 1):
-                    numbers[at] = rng.choice(odd)
-            KERNELS = {"sm_90": {**good, name: numbers}}
-            error = attempt()
-            errors += error is not None
-            if error is not None and "jax_mx: " not in error:
-                unexplained.append([name, numbers.tolist(), error])
-        KERNELS = {"sm_90": good}
-        print(json.dumps([first_error, errors, unexplained, attempt()]))
-        """,
-    )
-    first, errors, unexplained, last = out
-    assert first is None and last is None
-    assert unexplained == [] and 100 < errors < 250
+BAD_ATTRIBUTES = [  # of a call, beside its kernels
+    ("kernels={}", "the call has no attribute kernels"),
+    ("kernels={'sm_90': 3}", "an entry of kernels is not a dictionary"),
+    ("kernels={'sm_90': {}}", "an attribute of the call is missing"),
+    *((f"merge=np.array([0, {n}, 0, 1])", "merge numbers a dimension out of range")
+      for n in (5, -1)),
+    ("absent=np.array([0])", "takes 3 buffers, the call passes 4"),
+    ("absent=np.array([2])", "absent numbers a buffer beyond the operands"),
+    ("absent=np.array([16])", "absent is not ascending or out of range"),
+    ("absent=np.array([1, 1])", "absent is not ascending or out of range"),
+    ("align=np.array([1 << 40, 1, 1] * 2)", "the buffers' addresses and shapes fit no entry of"),
+]  # fmt: skip
 
 
-def test_calls_without_kernels(scenario):
-    out = scenario(
-        """
-        errors = []
-        for kernels in ({}, {"sm_90": 3}):
-            CALL = {"kernels": kernels}
+def test_calls_whose_attributes_are_wrong(scenario):
+    texts = [text for text, _ in BAD_ATTRIBUTES]
+    code = """
+        good, errors = KERNELS, []
+        for text in TEXTS:
+            CALL = eval(f"dict({text})")
+            KERNELS = kernels()
+            if "align" in CALL:
+                change(**CALL)
+                CALL = {}
             errors.append(attempt())
-        CALL, KERNELS = {}, {"sm_90": {}}
-        print(json.dumps([*errors, attempt()]))
-        """
-    )
-    assert "the call has no attribute kernels" in out[0]
-    assert "an entry of kernels is not a dictionary" in out[1]
-    assert "an attribute of the call is missing" in out[2]
+        print(json.dumps(errors))
+    """
+    for (_, message), error in zip(
+        BAD_ATTRIBUTES, scenario(f"TEXTS = {texts!r}\n", code), strict=True
+    ):
+        assert message in error
 
 
 def test_another_version_is_named(scenario):
@@ -526,24 +386,6 @@ def test_another_version_is_named(scenario):
         assert f"calls kernels by version {version} of jax_mx's launch attributes" in error
         assert "launches version 2; export or lower the program again with this jax_mx" in error
     assert "attribute abi of the call is not an i64" in out[3]
-
-
-@pytest.mark.thorough
-def test_every_truncation_is_noticed(scenario):
-    """At every length; drivers read past the end."""
-    out = scenario(
-        """
-        bad = []
-        for size in range(0, len(IMAGE), 17):
-            short = IMAGE[:size]
-            change(image=short, sha256=images.sha256(short))
-            error = attempt()
-            if error is None or "not a whole 64-bit ELF" not in error:
-                bad.append([size, error])
-        print(json.dumps(bad))
-        """
-    )
-    assert out == []
 
 
 @pytest.mark.parametrize(
@@ -584,22 +426,6 @@ def test_eight_threads_load_one_library(scenario):
     assert out == [[], 1, 64]
 
 
-@pytest.mark.thorough
-def test_two_hundred_shapes_load_each_binary_once(scenario):
-    """Six binaries, 200 programs."""
-    out = scenario(
-        """
-        binaries = [images.cuda(f"number {i}") for i in range(6)]
-        for i in range(200):
-            KERNELS = kernels(image=binaries[i % 6])
-            run(np.ones((1 + i // 6, 32 * (1 + i % 6)), ["bfloat16", "float16", "float32"][i % 3]))
-        seen = report()
-        print(json.dumps([seen["launches"], seen["libraries"], _ffi.counters()["libraries"]]))
-        """
-    )
-    assert out == [200, 6, 6]
-
-
 # ---- tensor maps ---
 def test_tensor_maps_follow_the_buffers(scenario):
     out = scenario(
@@ -627,47 +453,6 @@ def test_tensor_maps_follow_the_buffers(scenario):
             "strides": [2 * columns, 0, 0, 0], "box": [64, 32, 0, 0, 0],
         }  # fmt: skip
         assert others == [addresses[1], 0, 7, addresses[2], columns * count]
-
-
-def test_a_map_of_each_kind_and_many_of_them(scenario):
-    """Ranks 1 to 5, every type; half of the columns; two entries that take other maps."""
-    out = scenario(
-        MAPS,
-        """
-        x, rows = jnp.ones((2, 3, 4, 5, 64), jnp.float32), []
-        wide = Length(Extent(0, 4, 5))
-        for rank in range(1, 6):
-            dims = [wide, *(Length(Extent(0, 4 - i, 5 - i)) for i in range(1, rank))]
-            strides = [Length(Extent(0, 5 - i, 5), 4) for i in range(1, rank)]
-            map = TensorMap(0, "float32", tuple(dims), tuple(strides), (4,) * rank, fill="nan")
-            KERNELS = kernels(mapped(map))
-            rows.append(attempt(x) or seen(report()["last"]["parameters"][1]))
-        types = []
-        for type in TensorMap.TYPES:
-            map = TensorMap(0, type, (Length(constant(32)),), (), (16,), swizzle=0, promotion=64)
-            KERNELS = kernels(mapped(map))
-            types.append(attempt(x) or seen(report()["last"]["parameters"][1])["type"])
-        half = dataclasses.replace(MAP, dims=(Length(COLUMNS, 1, 2), Length(ROWS)))
-        rule = mapped(MAP, half)
-        other = dataclasses.replace(rule.entries[0], symbol="stand_in_1",
-                                    parameters=(TAKES[0], MapAt(1), *TAKES[2:]))
-        halves = []
-        for align in (16, 1 << 40):
-            entries = (dataclasses.replace(rule.entries[0], align=(align, 1, 1)), other)
-            KERNELS = kernels(dataclasses.replace(rule, entries=entries))
-            failed = attempt()
-            last = report()["last"]
-            halves.append(failed or [last["entry"], seen(last["parameters"][1])["dims"][:2]])
-        print(json.dumps([rows, types, halves]))
-        """,
-    )
-    rows, types, halves = out
-    for rank, map in enumerate(rows, 1):
-        assert map["dims"] == [64, 5, 4, 3, 2][:rank] + [0] * (5 - rank)
-        assert map["strides"] == [256, 1280, 5120, 15360][: rank - 1] + [0] * (5 - rank)
-        assert map["fill"] == 1 and map["box"] == [4] * rank + [0] * (5 - rank)
-    assert types == [*range(13)]
-    assert halves == [[0, [256, 4]], [1, [128, 4]]]
 
 
 BAD_MAPS = [  # a change of a map's numbers: buffer, type, rank, swizzle, promotion, fill, then

@@ -1,7 +1,4 @@
-"""MXArrays are indexed, reshaped and joined like arrays: parts dequantize to parts."""
-
-import json
-from typing import Any
+"""MXArrays are indexed and cut like arrays: what test_fuzz_arrays.py does not draw."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +8,6 @@ from helpers import assert_bits_equal, assert_refused, assert_same_array, random
 from jax.sharding import PartitionSpec as P
 
 import jax_mx
-from jax_mx.facts import formats, layouts
 
 # --thorough runs all cases of a test, CI one of 5.
 pytestmark = pytest.mark.sampled(10)
@@ -20,44 +16,7 @@ pytestmark = pytest.mark.sampled(10)
 WAYS = {
     "rows": ((3, 40, 128), {}),
     "columns": ((3, 128, 40), {"axis": -2}),
-    "first": ((64, 3, 40), {"axis": 0}),
-    "square": ((3, 64, 96), {"block": (32, 32)}),
     "128x4": ((3, 200, 320), {"scale_layout": "blocked_128x4"}),
-    "128x4, whole": ((3, 256, 256), {"scale_layout": "blocked_128x4"}),
-    "128x4, columns": ((3, 320, 200), {"scale_layout": "blocked_128x4", "axis": -2}),
-    "128x4, first": ((320, 3, 40), {"scale_layout": "blocked_128x4", "axis": 0}),
-    "32x8": ((3, 300, 64), {"scale_layout": "shuffled_32x8"}),
-    "values": ((3, 64, 128), {"value_layout": "shuffled_16x16"}),
-    "values, 32x8": (
-        (3, 512, 512), {"value_layout": "shuffled_16x16", "scale_layout": "shuffled_32x8"}
-    ),
-}  # fmt: skip
-FORMATS = ("mxfp8_e4m3", "mxfp4_e2m1")
-INDICES = {
-    "1": np.s_[1],
-    "-1": np.s_[-1],
-    "numpy int": (np.int64(1),),
-    "1:": np.s_[1:],
-    "::-1": np.s_[::-1],
-    "None": np.s_[None],
-    "...": np.s_[...],
-    "[1, 2]": np.array([1, 2]),
-    "[[1], [0]]": np.array([[1], [0]]),
-    "mask": np.array([True, False, True]),
-    "1:2, ...": np.s_[1:2, ...],
-    "None, 1": np.s_[None, 1],
-    ":, 3:7": np.s_[:, 3:7],
-    ":, [5, 0, 33]": (slice(None), np.array([5, 0, 33])),
-    "0, [5, 0, 33]": (0, np.array([5, 0, 33])),
-    "[0, 1], [5, 33]": (np.array([0, 1]), np.array([5, 33])),
-    "..., 3:7": np.s_[..., 3:7],
-    "..., 5": np.s_[..., 5],
-    "..., None": np.s_[..., None],
-    "..., 32:96": np.s_[..., 32:96],
-    ":, 32:64": np.s_[:, 32:64],
-    "32:": np.s_[32:],
-    "1, 32:64, [0, 2]": (1, slice(32, 64), np.array([0, 2])),
-    "0, :, [0, 2]": (0, slice(None), np.array([0, 2])),
 }
 
 
@@ -65,59 +24,6 @@ def made(way: str, format: str = "mxfp8_e4m3"):
     shape, options = WAYS[way]
     x = jnp.asarray(random_bits(shape, np.float32))
     return jax_mx.quantize(x, format, **options)
-
-
-def outcome(q, index):
-    """What q[index] dequantizes to, or None where it is refused with one sentence."""
-    try:
-        part = q[index]
-    except (ValueError, IndexError) as error:
-        assert "\n" not in str(error)
-        return None, str(error)
-    assert isinstance(part, jax_mx.MXArray)
-    assert (part.format, part.scale_layout, part.value_layout, part.block) == (
-        q.format, q.scale_layout, q.value_layout, q.block
-    )  # fmt: skip
-    return part.dequantize(jnp.float32), ""
-
-
-CUTS, RANK = "blocks of 32 run along axis", "tiles a matrix"
-# Of arrays with blocks along the last axis, and of those with blocks along the first.
-CUT = {
-    -1: ["..., 3:7", "..., 5"],
-    -3: ["1", "-1", "1:", "::-1", "[1, 2]", "mask", "1:2, ...", "None, 1", "[[1], [0]]"],
-}
-
-
-@pytest.mark.sampled(24)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_part_is_that_part(way, format):
-    q = made(way, format)
-    y, right = q.dequantize(jnp.float32), []
-    for name, index in INDICES.items():
-        try:
-            want = np.asarray(y)[index]
-        except IndexError:
-            want = None  # NumPy refuses it too
-        got, why = outcome(q, index)
-        if got is None:
-            known = (
-                CUTS,
-                RANK,
-                "out of range",
-                "a mask",
-                "square blocks span",
-                "which do not divide",
-            )
-            assert want is None or any(text in why for text in known), (name, why)
-        elif want is not None:  # an array of indices out of range is clamped, as jnp does it
-            assert_bits_equal(got, want, name)
-            right.append(name)
-    assert len(right) >= (4 if q.value_layout.is_tiled or len(q.block) == 2 or q.axis == -3 else 6)
-    assert not {*CUT.get(q.axis, ())} & {*right}
-    if way in ("rows", "128x4"):
-        assert {*INDICES} - {*right} <= {*CUT[-1], "1, 32:64, [0, 2]", "0, :, [0, 2]", "32:"}
 
 
 @pytest.mark.parametrize("way", ["rows", "128x4", "columns"])
@@ -140,29 +46,6 @@ def test_length_and_iteration():
         assert_bits_equal(part.dequantize(), y)
 
 
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("way", WAYS)
-def test_swapped_axes(way, format):
-    q = made(way, format)
-    y = q.dequantize(jnp.float32)
-    done = 0
-    for one, two in ((0, 1), (0, 2), (1, 2), (-1, -2), (1, 1)):
-        try:
-            got = jax_mx.swapaxes(q, one, two)
-        except ValueError as error:
-            known = ("square blocks span", "tiles a matrix whose rows", "which do not divide")
-            assert any(text in str(error) for text in known)
-            continue
-        done += 1
-        assert got.scale_layout == q.scale_layout
-        assert_bits_equal(got.dequantize(jnp.float32), y.swapaxes(one, two), f"{one} {two}")
-    assert done >= 1 + (not q.value_layout.is_tiled)
-    if not q.value_layout.is_tiled:
-        assert_bits_equal(q.mT.dequantize(jnp.float32), y.mT)
-        assert_same_array(q.mT.mT, q)
-
-
 def test_the_transpose_of_a_matrix_leaves_its_tiles():
     """No scale moves: a tile is of the block axis and the other one."""
     q = made("128x4")
@@ -170,24 +53,6 @@ def test_the_transpose_of_a_matrix_leaves_its_tiles():
     assert "reshape" not in jaxpr and "transpose" not in jaxpr.partition("let")[2].replace(
         "transpose[permutation=(0, 2, 1)]", "", 1
     )
-
-
-@pytest.mark.sampled(12, 1)
-@pytest.mark.parametrize("way", WAYS)
-def test_leading_dimensions_are_reshaped(way):
-    shape, options = WAYS[way]
-    if way in ("first", "128x4, first"):
-        q = made(way)
-        assert_refused(lambda: q.reshape(-1), ValueError, "would cut blocks or tiles")
-        return
-    x = jnp.asarray(random_bits((4, *shape), np.float32))
-    q = jax_mx.quantize(x, **options)
-    for new in ((2, 2, -1, *shape[1:]), (12, *shape[1:]), (4, *shape)):
-        got = q.reshape(new)
-        assert got.shape == (2, 2, 3, *shape[1:]) if -1 in new else got.shape == new
-        assert_bits_equal(got.dequantize(), q.dequantize().reshape(got.shape))
-        assert_same_array(q.reshape(*new), got)
-    assert_refused(lambda: q.reshape(-1), ValueError, "would cut blocks or tiles")
 
 
 def test_rows_of_whole_tiles_are_split():
@@ -200,53 +65,6 @@ def test_rows_of_whole_tiles_are_split():
     rows = jax_mx.quantize(jnp.ones((4, 6, 64)))
     assert rows.reshape(24, 64).shape == (24, 64)
     assert_refused(lambda: rows.reshape(24, 32, 2), ValueError, "would cut blocks or tiles")
-
-
-@pytest.mark.sampled(24)
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("way", WAYS)
-def test_joined_arrays(way, format):
-    shape, options = WAYS[way]
-    for axis in range(-3, 3):
-        other = list(shape)
-        unit = 32 if axis % 3 in ({0} if "first" in way else {1, 2}) else 5
-        other[axis] = shape[axis] if "values" in way else 32 if unit == 32 else 5
-        xs = [jnp.asarray(random_bits(s, np.float32, i))
-              for i, s in enumerate((shape, tuple(other), shape))]  # fmt: skip
-        parts = [jax_mx.quantize(x, format, **options) for x in xs]
-        got = jax_mx.concatenate(parts, axis)
-        assert_same_array(
-            got, jax_mx.quantize(jnp.concatenate(xs, axis), format, **options), str(axis)
-        )
-    q = parts[0]
-    for axis in range(-4, 4):
-        try:
-            got = jax_mx.stack([q, q], axis)
-        except ValueError as error:
-            known = ("square blocks span", "tiles a matrix", "which do not divide")
-            assert any(text in str(error) for text in known)
-            assert axis not in (0, -4) or "first" not in way
-            continue
-        y = q.dequantize(jnp.float32)
-        assert_bits_equal(got.dequantize(jnp.float32), jnp.stack([y, y], axis), str(axis))
-    assert jax_mx.stack([q, q]).shape == (2, *shape)
-
-
-@pytest.mark.sampled(12, 1)
-@pytest.mark.parametrize("way", WAYS)
-def test_scales_in_another_layout(way):
-    q = made(way)
-    if len(q.block) == 2:
-        assert_refused(lambda: q.with_scales_in("blocked_128x4"), ValueError, "expand them")
-        return
-    for layout in layouts.SCALE_LAYOUTS:
-        got = q.with_scales_in(layout)
-        shape, options = WAYS[way]
-        want = jax_mx.quantize(
-            jnp.asarray(random_bits(shape, np.float32)), **(options | {"scale_layout": layout})
-        )
-        assert_same_array(got, want)
-        assert_same_array(got.with_scales_in(q.scale_layout), q)
 
 
 Q = jax_mx.quantize(jnp.ones((40, 64), jnp.bfloat16))
@@ -393,36 +211,6 @@ def test_what_shapes_may_become():
                       y[0])  # fmt: skip
 
 
-def test_static_fields_survive_serialization():
-    q = made("128x4")[0]
-    program = jax.export.export(jax.jit(lambda q: (q, q.dequantize())))(q)
-    again = jax.export.deserialize(program.serialize())
-    back: Any = again.call(q)[0]
-    assert_same_array(back, q)
-    assert vars(back)["padding"].numbers == q.padding.numbers
-    from jax_mx.ops import mxarray
-
-    aux = jax.tree.structure(q).node_data()[1]
-    assert mxarray._deserialize(mxarray._serialize(aux)) == aux
-    assert json.loads(mxarray._serialize(aux))["padding"] == [56, 2]
-
-
-def test_symbolic_shapes():
-    q = jax_mx.quantize(jnp.ones((3, 128, 64)), scale_layout="blocked_128x4")
-    b, m = jax.export.symbolic_shape("b, m")
-    for shape in ((b, 128, 64), (b, m, 64)):
-        like = jax.eval_shape(
-            lambda x: jax_mx.quantize(x, scale_layout="blocked_128x4"),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        )
-        program = jax.export.export(jax.jit(jax_mx.dequantize))(like)
-        assert_bits_equal(program.call(q), q.dequantize())
-        assert_bits_equal(program.call(q[:2]), q[:2].dequantize())
-    x = jnp.asarray(random_bits((2, 100, 64), np.float32))
-    short = jax_mx.quantize(x, scale_layout="blocked_128x4")
-    assert_bits_equal(program.call(short), short.dequantize())
-
-
 # ---- the constructor and from_parts ---
 def test_the_constructor_takes_names():
     q = made("rows")
@@ -441,22 +229,6 @@ def test_the_constructor_takes_names():
          "MXArray: value_layout must be one of 'row_major', 'shuffled_16x16', got ROW_MAJOR"),
     ):  # fmt: skip
         assert_refused(lambda f=fields: jax_mx.MXArray(q.values, q.scales, *f), error, sentence)
-
-
-@pytest.mark.sampled(28, 4)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("format", formats.FORMATS)
-def test_parts_make_the_array(way, format):
-    q = made(way, format)
-    options = {"axis": q.axis, "scale_layout": q.scale_layout.name, "block": q.block}
-    options |= {"value_layout": q.value_layout}
-    for scales in (q.scales, q.scales.view(jnp.uint8), np.asarray(q.scales)):
-        assert_same_array(jax_mx.MXArray.from_parts(q.values, scales, format, **options), q)
-        if q.scale_layout.is_tiled:
-            flat = scales.reshape(-1)
-            assert_same_array(jax_mx.MXArray.from_parts(q.values, flat, format, **options), q)
-    values = np.asarray(q.values).view(np.uint8)
-    assert_same_array(jax_mx.MXArray.from_parts(values, q.scales, format, **options), q)
 
 
 def test_parts_that_do_not_fit_get_one_sentence():

@@ -4,7 +4,6 @@ Parametrized over SHIPPED itself, so that none ships untested. Freed memory is p
 run, so that a byte that the kernel does not write shows.
 """
 
-import copy
 import dataclasses
 import itertools
 import os
@@ -24,15 +23,14 @@ import pytest
 from helpers import (
     GOLDEN_SETS,
     TILES,
-    InHand,
     assert_bits_equal,
     assert_same_array,
     call,
+    changed_kernels,
     every_bfloat16,
     fitting,
     golden_input,
     in_tiles,
-    lowered_apart,
     op_of,
     operand,
     plan_for,
@@ -102,24 +100,16 @@ def test_golden(variant, scaling, name):
 
 
 SHAPES = {
-    "last": [
-        (32,), (96,), (1, 32), (3, 64), (7, 5, 96), (33, 4128), (257, 32), (1, 2, 3, 4128),
+    "last": [(32, ), (96, ), (1, 32), (3, 64), (7, 5, 96), (33, 4128), (257, 32), (1, 2, 3, 4128),
         (1023, 7168), (0, 64), (64, 0), (2, 0, 64), (4, 1 << 14), (1, (1 << 14) - 32),
-        (1, (1 << 14) + 32), (130, 160), (3, 129, 96),
-    ],
-    "second": [
-        (32, 1), (32, 8), (64, 33), (96, 7), (32, 4096), (4128, 40), (2, 3, 32, 96), (160, 257),
-        (3, 128, 128), (5, 64, 129), (1024, 2880), (0, 32, 64), (64, 0), (2, 0, 8), (256, 136),
-        (2, 64, 769), (64, 1145),
-    ],
-    "last_transposed": [
-        (1, 32), (3, 64), (7, 5, 96), (33, 4128), (257, 32), (1023, 7168), (0, 64), (64, 0),
-        (130, 160), (3, 129, 96), (8, 4096), (136, 256), (2, 64, 1 << 14),
-    ],
-    "both": [
-        (32, 32), (96, 160), (3, 128, 4128), (2, 2, 32, 128), (160, 96), (4128, 64), (0, 32, 32),
-        (0, 64), (64, 0), (1024, 2880),
-    ],
+        (1, (1 << 14) + 32), (130, 160), (3, 129, 96)],
+    "second": [(32, 1), (32, 8), (64, 33), (96, 7), (32, 4096), (4128, 40), (2, 3, 32, 96),
+        (160, 257), (3, 128, 128), (5, 64, 129), (1024, 2880), (0, 32, 64), (64, 0), (2, 0, 8),
+        (256, 136), (2, 64, 769), (64, 1145)],
+    "last_transposed": [(1, 32), (3, 64), (7, 5, 96), (33, 4128), (257, 32), (1023, 7168), (0, 64),
+        (64, 0), (130, 160), (3, 129, 96), (8, 4096), (136, 256), (2, 64, 1 << 14)],
+    "both": [(32, 32), (96, 160), (3, 128, 4128), (2, 2, 32, 128), (160, 96), (4128, 64),
+        (0, 32, 32), (0, 64), (64, 0), (1024, 2880)],
 }  # fmt: skip
 
 
@@ -491,27 +481,10 @@ def test_each_library_is_loaded_once():
 
 
 # ---- what must not work, and must not break anything ---
-@pytest.fixture
-def tampered(monkeypatch):
-    """Returns a function: run a variant's kernel with changed attributes."""
-
-    def run(x, variant, change):
-        get = store.get
-
-        def changed(variant, arch):
-            artifact = get(variant, arch)
-            facts = copy.deepcopy(artifact.facts)
-            image = change(facts, artifact.image) or artifact.image
-            return InHand(facts, artifact.folder, image)
-
-        monkeypatch.setattr(store, "get", changed)
-        try:
-            with lowered_apart():
-                return jax.block_until_ready(kernel(variant)(x))
-        finally:
-            monkeypatch.undo()
-
-    return run
+def tampered(x, variant, change):
+    """What a variant's kernel gives with changed attributes."""
+    with changed_kernels(change):
+        return jax.block_until_ready(kernel(variant)(x))
 
 
 def _sha(image):
@@ -561,7 +534,7 @@ def _huge_block(facts, image):
         (_huge_block, "CUDA_ERROR_INVALID_VALUE"),
     ],
 )
-def test_bad_images_are_errors(change, message, tampered):
+def test_bad_images_are_errors(change, message):
     variant = HERE[0]
     x = jnp.ones((64, 64), variant.dtype)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
@@ -569,7 +542,7 @@ def test_bad_images_are_errors(change, message, tampered):
     check(variant, x)  # the process goes on
 
 
-def test_poison_shows_what_is_not_written(tampered):
+def test_poison_shows_what_is_not_written():
     """The tests above can fail: a grid of half the size is noticed."""
 
     def half(facts, image):

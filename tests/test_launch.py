@@ -34,18 +34,11 @@ from jax_mx.facts.launch import (
 # As manifests have had it since before any of the newer words.
 PLAIN = {
     "scalars": [[8, [0, 0, 99]], [4, "round_add_0"]],
-    "entries": [
-        {
-            "symbol": f"quantize_{i}",
-            "align": [16, 16, 4],
-            "divide": [[0, -1, 99, 64]] if i == 0 else [],
-            "threads": [512, 1, 1],
-            "grid": [[0, 0, 0, 99, 8192], [1, 0, 0, -2, 1]],
-            "usage": {"registers": 32, "stack": 0},
-        }
-        for i in range(2)
-    ],
-}
+    "entries": [{"symbol": f"quantize_{i}", "align": [16, 16, 4],
+        "divide": [[0, -1, 99, 64]] if i == 0 else [], "threads": [512, 1, 1],
+        "grid": [[0, 0, 0, 99, 8192], [1, 0, 0, -2, 1]],
+        "usage": {"registers": 32, "stack": 0}} for i in range(2)],
+}  # fmt: skip
 X_ROWS, X_COLUMNS = Extent(0, 0, -1), Extent(0, -1)
 FULL = Launch(
     entries=(

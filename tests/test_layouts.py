@@ -15,7 +15,7 @@ from helpers import (
     random_bits,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from oracle import OFFSET
+from oracle import tiled
 
 import jax_mx
 from jax_mx.arrays.tiles import pack, unpack
@@ -48,10 +48,7 @@ def test_pack_puts_every_byte_at_its_offset(layout, rows, cols):
     scales = rng.integers(1, 256, (2, rows, cols)).astype(np.uint8)
     packed = pack(layout, jnp.asarray(scales))
     assert packed.shape == (2, *layout.shape(rows, cols))
-    r, c = np.indices((rows, cols))
-    want = np.zeros((2, packed[0].size), np.uint8)
-    want[:, OFFSET[layout.name](r, c, rows, cols).ravel()] = scales.reshape(2, -1)
-    np.testing.assert_array_equal(np.asarray(packed).reshape(2, -1), want)
+    assert_bits_equal(packed, tiled(scales, layout.name))
     assert_bits_equal(unpack(layout, packed, rows, cols), jnp.asarray(scales))
 
 
@@ -75,20 +72,6 @@ def test_golden(layout, peer, shape):
     assert (got[~defined.reshape(-1)] == 0).all()
 
 
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("layout", [BLOCKED_128X4, SHUFFLED_32X8], ids=str)
-@pytest.mark.parametrize("axis", [-1, -2, 0])
-def test_quantize_in_a_tiled_layout(layout, axis):
-    """The rows of a layout are those of the matrix whose last axis is quantized."""
-    x = jax.random.normal(jax.random.key(0), (64, 96, 160), jnp.float32)
-    plain = jax_mx.quantize(x, axis=axis)
-    tiled = jax.jit(lambda x: jax_mx.quantize(x, axis=axis, scale_layout=layout))(x)
-    assert_bits_equal(tiled.values, plain.values)
-    last = jnp.moveaxis(plain.scales, axis, -1)
-    assert_bits_equal(tiled.scales, pack(layout, last))
-    assert_bits_equal(tiled.dequantize(), plain.dequantize())
-
-
 def test_unpack_refuses_another_shape():
     with pytest.raises(ValueError, match=r"unpack: 129 x 4 bytes in blocked_128x4 have the shape"):
         unpack(BLOCKED_128X4, jnp.zeros((1, 1, 512), jnp.uint8), 129, 4)
@@ -96,69 +79,6 @@ def test_unpack_refuses_another_shape():
 
 # ---- values ---
 SHUFFLE = {"value_layout": "shuffled_16x16"}
-
-
-def shuffled(q):
-    """The array with its bytes where the formula puts them, by numpy."""
-    values = np.asarray(q.values).view(np.uint8)
-    *lead, rows, cols = values.shape
-    r, c = np.indices((rows, cols))
-    out = np.empty((*lead, rows * cols), np.uint8)
-    out[..., OFFSET["shuffled_16x16"](r, c, rows, cols).ravel()] = values.reshape(*lead, -1)
-    return out.reshape(*lead, rows // 16, cols // 32, 512)
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(
-    "format,shape,options",
-    [
-        ("mxfp4_e2m1", (48, 128), {}),
-        ("mxfp8_e4m3", (2, 3, 16, 64), {"scale_layout": "shuffled_32x8"}),
-        ("mxfp4_e2m1", (2, 64, 48), {"axis": -2, "transpose": True}),
-        (
-            "mxfp6_e2m3",
-            (64, 2, 48),
-            {"axis": 0, "transpose": True, "scale_layout": "shuffled_32x8"},
-        ),
-        ("mxfp4_e2m1", (64, 2, 48), {"axis": 0, "transpose": True}),
-        ("mxfp8_e4m3", (48, 128), {"hadamard": jax_mx.Hadamard(64)}),  # wider than a tile
-        ("mxfp4_e2m1", (64, 128), {"block": (32, 32)}),
-        ("mxfp8_e5m2", (64, 128), {"block": (32, 32), "transpose": True}),
-        ("mxfp4_e2m1", (0, 64), {}),
-    ],
-    ids=str,
-)
-def test_values_in_tiles(format, shape, options):
-    x = jnp.asarray(random_bits(shape, jnp.bfloat16))
-    plain = jax_mx.quantize(x, format, **options)
-    quantize = partial(jax_mx.quantize, format=format, **options, **SHUFFLE)
-    for f in (jax.jit(quantize), *([] if options else [quantize])):
-        q = f(x)
-        assert (q.shape, q.ndim, q.dtype) == (plain.shape, plain.ndim, plain.dtype)
-        assert q.value_layout == SHUFFLED_16X16 and q.nbytes == plain.nbytes
-        np.testing.assert_array_equal(np.asarray(q.values).view(np.uint8), shuffled(plain))
-        assert_bits_equal(q.scales, plain.scales)
-    for turn in (False, True):
-        assert_bits_equal(q.dequantize(transpose=turn), plain.dequantize(transpose=turn))
-    assert_same_array(q.with_values_in("row_major"), plain)
-    assert_same_array(jax.jit(lambda q: q.with_values_in(SHUFFLED_16X16))(plain), q)
-    if "block" in options:
-        assert_same_array(q.expand(-1), plain.expand(-1).with_values_in(SHUFFLED_16X16))
-        assert_same_array(q.expand(-2), plain.expand(-2))
-    elif shape[0]:  # a slab of it is an array too
-        mapped = jax.vmap(partial(quantize, axis=-1))(jnp.stack([x, x])) if not options else None
-        if mapped is not None:
-            assert_same_array(jax.tree.map(lambda a: a[1], mapped), q)
-            assert_bits_equal(jax.vmap(jax_mx.dequantize)(mapped)[1], plain.dequantize())
-
-
-def test_values_of_both_in_tiles():
-    x = jnp.asarray(random_bits((64, 128), jnp.bfloat16))
-    both = partial(jax_mx.quantize_both, format="mxfp4_e2m1")
-    plain = both(x)
-    for pair in (("shuffled_16x16",) * 2, ("row_major", SHUFFLED_16X16)):
-        for got, want, layout in zip(both(x, value_layouts=pair), plain, pair, strict=True):
-            assert_same_array(got, want.with_values_in(layout))
 
 
 @pytest.mark.sampled(2)

@@ -335,41 +335,24 @@ CALLS = {
     "ragged quantized": Call(once(ragged, contracting=1, batch=0), GROUPED, (0, 1)),
     "ragged frozen": Call(ragged, ((M, K), frozen((E, K, N)), SIZES), (0,)),
     "mlp": Call(mlp, ((M, D), (D, 2 * I), (I, D)), (0, 1, 2), LAYER, manual=("data",)),
-    "mlp un-gated": Call(
-        functools.partial(mlp, activation="relu2"), ((M, D), (D, I), (I, D)), (0, 1, 2)
-    ),
+    "mlp un-gated": Call(functools.partial(mlp, activation="relu2"), ((M, D), (D, I), (I, D)),
+        (0, 1, 2)),
     "mlp biases": Call(mlp, ((M, D), (D, 2 * I), (I, D), (2 * I,), (D,)), (0, 1, 2, 3, 4)),
     "mlp quantized": Call(once(mlp, (1, 2)), ((M, D), (D, 2 * I), (I, D)), (0, 1, 2)),
     "mlp frozen": Call(mlp, ((M, D), frozen((D, 2 * I)), frozen((I, D))), (0,)),
-    **{
-        f"mlp {kept}": Call(
-            functools.partial(mlp, residuals=kept), ((M, D), (D, 2 * I), (I, D)), (0, 1, 2)
-        )
-        for kept in ("mx", "floats", "inputs")
-    },
+    **{f"mlp {kept}": Call(functools.partial(mlp, residuals=kept), ((M, D), (D, 2 * I), (I, D)),
+        (0, 1, 2)) for kept in ("mx", "floats", "inputs")},
     "moe": Call(moe, OF_MOE, (0, 2, 3, 4)),
     "moe biases": Call(moe, (*OF_MOE, (E, 2 * I), (E, D)), (0, 2, 3, 4, 5, 6)),
-    "moe gpt-oss": Call(
-        functools.partial(moe, activation="gpt_oss", interleaved=True),
-        (*OF_MOE, (E, 2 * I), (E, D)),
-        (0, 2, 3, 4, 5, 6),
-    ),
+    "moe gpt-oss": Call(functools.partial(moe, activation="gpt_oss", interleaved=True),
+        (*OF_MOE, (E, 2 * I), (E, D)), (0, 2, 3, 4, 5, 6)),
     "moe quantized": Call(once(moe, (3, 4), contracting=1, batch=0), OF_MOE, (0, 2, 3, 4)),
     "moe frozen": Call(moe, ((T, D), *ROUTING, frozen((E, D, 2 * I)), frozen((E, I, D))), (0, 2)),
-    **{
-        f"moe {kept}": Call(functools.partial(moe, residuals=kept), OF_MOE, (0, 2, 3, 4))
-        for kept in ("floats", "inputs")
-    },
-    **{
-        f"moe wire {wire}": Call(
-            functools.partial(moe, expert_axis="expert", wire=wire),
-            OF_MOE,
-            (0, 2, 3, 4),
-            **OVER_EXPERTS,
-        )
-        for wire in ("mx", "floats")
-    },
-}
+    **{f"moe {kept}": Call(functools.partial(moe, residuals=kept), OF_MOE,
+        (0, 2, 3, 4)) for kept in ("floats", "inputs")},
+    **{f"moe wire {wire}": Call(functools.partial(moe, expert_axis="expert", wire=wire), OF_MOE,
+        (0, 2, 3, 4), **OVER_EXPERTS) for wire in ("mx", "floats")},
+}  # fmt: skip
 OWN_RECIPES = {
     "row": Recipe(window="row"),
     "256": Recipe(window=256),

@@ -21,6 +21,7 @@ from helpers import (
     op_of,
     quantizings,
     random_bits,
+    through_codes,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -29,7 +30,6 @@ from jax_mx import MXFP8, Recipe
 from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import registry
 from jax_mx.lowering.targets import Target
-from jax_mx.ops.fake_quantize import through_codes
 from jax_mx.products import multiply
 
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1")
@@ -163,25 +163,15 @@ STEPS = {
     "matmul": (2, lambda f: f(jax_mx.matmul), [(64, 96), (96, 40)]),
     "of 7 rows": (2, lambda f: f(jax_mx.matmul), [(7, 64), (64, 33)]),
     "of three dimensions": (2, lambda f: f(jax_mx.matmul), [(3, 32, 64), (64, 32)]),
-    "of batches, transposed": (
-        2,
-        lambda f: lambda a, b: f(jax_mx.einsum)("bkm,bkn->bmn", a, b),
-        [(2, 64, 32), (2, 64, 96)],
-    ),
-    "of transposed weights": (
-        2, lambda f: lambda a, b: f(jax_mx.einsum)("mk,nk->mn", a, b), [(40, 64), (32, 64)]
-    ),
+    "of batches, transposed": (2, lambda f: lambda a, b: f(jax_mx.einsum)("bkm,bkn->bmn", a, b),
+        [(2, 64, 32), (2, 64, 96)]),
+    "of transposed weights": (2, lambda f: lambda a, b: f(jax_mx.einsum)("mk,nk->mn", a, b), [(40,
+        64), (32, 64)]),
     "mlp": (4, lambda f: f(jax_mx.mlp), [(40, 64), (64, 192), (96, 72)]),
-    "ragged_dot": (
-        2,
-        lambda f: lambda a, b: f(jax_mx.ragged_dot)(a, b, SIZES),
-        [(80, 64), (4, 64, 96)],
-    ),
-    "moe": (
-        4,
-        lambda f: lambda x, w, a, b: f(jax_mx.moe)(x, EXPERTS, w, a, b),
-        [(24, 64), (24, 2), (5, 64, 128), (5, 64, 64)],
-    ),
+    "ragged_dot": (2, lambda f: lambda a, b: f(jax_mx.ragged_dot)(a, b, SIZES), [(80, 64), (4, 64,
+        96)]),
+    "moe": (4, lambda f: lambda x, w, a, b: f(jax_mx.moe)(x, EXPERTS, w, a, b), [(24, 64), (24, 2),
+        (5, 64, 128), (5, 64, 64)]),
 }  # fmt: skip
 RECIPES = {"mxfp8": MXFP8, "hybrid": jax_mx.MXFP8_HYBRID, "dgrad in bf16": Recipe(dgrad="bf16")}
 

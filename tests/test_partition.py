@@ -248,6 +248,42 @@ def test_tokens_that_devices_cannot_share_in_whole_blocks(rows):
         np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max())
 
 
+MLP = (1024, 256), (256, 512), (256, 512), (512, 256), (1024, 256)  # x, gate, up, down, dy
+
+
+def mlp_step(x, gate, up, down, dy):
+    """The result of an MLP of two first weights, and all gradients."""
+    y, pull = jax.vjp(
+        lambda x, gate, up, down: jax_mx.mlp(x, (gate, up), down, recipe=HOPPER), x, gate, up, down
+    )
+    return y, *pull(dy)
+
+
+@pytest.mark.parametrize(
+    ("specs", "sums"),
+    [((P("a"),) * 5, 0), ((P("b"), P(None, "a"), P(None, "a"), P("a"), P("b")), 4)],
+    ids=["fsdp", "tensor"],
+)
+def test_an_mlp(specs, sums):
+    """Activations and their gradients are made and quantized where their parts lie."""
+    rng = np.random.default_rng(5)
+    arrays = [jnp.asarray(rng.normal(size=s) / 8, jnp.bfloat16) for s in MLP]
+    mesh = mesh_of(8, names="a") if not sums else mesh_of(sums, 2)
+    outs = (specs[4], *specs[:4])
+    got, found = split(mlp_step, mesh, specs, outs, arrays)
+    want = jax.jit(mlp_step)(*arrays)
+    activations = {MLP[0][0] * n for n in (256, 512)} | {MLP[0][0] * 512 // 2}
+    assert not [
+        key for key in found if key[0] in ("all-gather", "all-to-all") and key[2] in activations
+    ]
+    exact = 0 if sums else 2  # with one device's sums
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        if i < exact:
+            assert_bits_equal(a, b, str(i))
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b), i
+
+
 # ---- transformations ---
 def test_vmap_scan_and_checkpoint():
     """The gradients of one device; in a loop codes are gathered again where it computes again."""

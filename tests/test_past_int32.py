@@ -101,6 +101,19 @@ def test_a_call_says_which_argument_is_too_long():
         jax.eval_shape(lambda q: q[rows - 1], q)
 
 
+@pytest.mark.filterwarnings("ignore:.*int64.*:UserWarning")
+def test_an_index_that_is_an_array_past_int32():
+    """JAX would take 2^31 and more for negative numbers."""
+    q = jax.eval_shape(jax_mx.quantize, S(2**31 + 32, 64))
+    take = lambda q, i: q[i]  # noqa: E731
+    with pytest.raises(IndexError, match=r"^MXArray\[\.\.\.\]: of the shape .* slice the array"):
+        jax.eval_shape(take, q, S(dtype=jnp.uint32))
+    for dtype in (jnp.int32, jnp.uint16):
+        assert jax.eval_shape(take, q, S(dtype=dtype)).shape == (64,)
+    with jax.enable_x64(True):
+        assert jax.eval_shape(take, q, S(dtype=jnp.uint32)).shape == (64,)
+
+
 def test_a_bias_does_not_reach_rows_of_padding():
     """The mask of these has no numbers of rows; 33 rows and gradients along them."""
     x, w, bias = jnp.ones((33, 32)), jnp.ones((32, 32)), jnp.ones(32)

@@ -46,26 +46,19 @@ RECIPES = {
     "windows": Recipe(window=128, weight_window=(128, 128)),
     "rows": Recipe(window="row"),
     "two windows": Recipe(window="row", wgrad=Product(window=128)),
-    "three windows": Recipe(
-        window=256, weight_window=32, dgrad=Product(window="row"), wgrad=Product(window=32)
-    ),
+    "three windows": Recipe(window=256, weight_window=32, dgrad=Product(window="row"),
+        wgrad=Product(window=32)),
     "wgrad in bf16": Recipe(wgrad="bf16"),
     "all in bf16": Recipe(forward="bf16", dgrad="bf16", wgrad="bf16"),
     "square mxfp4, dgrad in bf16": Recipe(MXFP4_E2M1, MXFP4_E2M1, block=(32, 32), dgrad="bf16"),
     "wgrad in mxfp8": Recipe("mxfp4_e2m1", "mxfp4_e2m1", "mxfp4_e2m1", wgrad="mxfp8_e4m3"),
-    "rotated": Recipe(
-        "mxfp4_e2m1",
-        "mxfp4_e2m1",
-        "mxfp4_e2m1",
-        scaling="even",
+    "rotated": Recipe("mxfp4_e2m1", "mxfp4_e2m1", "mxfp4_e2m1", scaling="even",
         forward=Product(hadamard=Hadamard(16)),
-        wgrad=Product(hadamard=Hadamard(32, np.arange(32) % 3 - 1)),
-    ),
+        wgrad=Product(hadamard=Hadamard(32, np.arange(32) % 3 - 1))),
     "gradients in mxfp4": jax_mx.mxfp4_backward(KEY),
-    "turned by 64": Recipe(
-        dgrad=Product(hadamard=Hadamard(64)), wgrad=Product(hadamard=Hadamard(64, [1, -1] * 32))
-    ),
-}
+    "turned by 64": Recipe(dgrad=Product(hadamard=Hadamard(64)),
+        wgrad=Product(hadamard=Hadamard(64, [1, -1] * 32))),
+}  # fmt: skip
 
 
 def floats(shape, seed=0, dtype=np.float32):
@@ -612,29 +605,7 @@ def test_einsum_splits_its_result_in_any_order_of_letters():
                 assert_bits_equal(got, einsum(subscripts, *operands))
 
 
-# ---- transformations ---
-def test_vmap_is_a_loop():
-    numbers = (((1,), (0,)), ((), ()))
-    f = functools.partial(dot_general, dimension_numbers=numbers)
-    xs, ws = floats((3, 32, 64)), floats((3, 64, 40), 1)
-    g = jax.grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1))
-    for axes in ((0, 0), (0, None), (None, 0), (1, 2)):
-        args = [a if d is not None else a[0] for a, d in zip((xs, ws), axes, strict=True)]
-        args = [jnp.moveaxis(a, 0, d) if d else a for a, d in zip(args, axes, strict=True)]
-        for call in (f, g):
-            got = jax.vmap(call, axes)(*args)
-            rows = [
-                call(
-                    *(
-                        a if d is None else jnp.take(a, i, d)
-                        for a, d in zip(args, axes, strict=True)
-                    )
-                )
-                for i in range(3)
-            ]
-            want = jax.tree.map(lambda *each: jnp.stack(each), *rows)
-            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
+# ---- residuals and exports ---
 
 
 def layer(w, x):
@@ -656,40 +627,12 @@ def test_nothing_is_quantized_twice():
     assert full > saved == quantizings(jax.grad(loss), w)
 
 
-def test_layers_in_a_scan():
-    ws, x = floats((5, 64, 64)) / 16, floats((32, 64), 1)
-
-    def loss(ws):
-        return jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0].sum()
-
-    def unrolled(ws):
-        y = x
-        for w in ws:
-            y = layer(w, y)
-        return y.sum()
-
-    for got, want in zip(*(jax.value_and_grad(f)(ws) for f in (loss, unrolled)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-
-
 def test_residuals_are_mx():
     """What is kept for the backward pass: half of what bfloat16 keeps, and the scales."""
     x, w = floats((128, 256), dtype=jnp.bfloat16), floats((256, 512), 1, jnp.bfloat16)
     _, pull = jax.vjp(matmul, x, w)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if hasattr(leaf, "nbytes"))
     assert kept <= 0.55 * (x.nbytes + w.nbytes)
-
-
-def test_export_with_its_derivative():
-    x, w = floats((40, 64)), floats((64, 33), 1)
-    f = jax.jit(lambda x, w: (matmul(x, w) ** 2).sum())
-    exported = jax.export.export(f, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS)(x, w)
-    again = jax.export.deserialize(exported.serialize(vjp_order=1))
-    np.testing.assert_allclose(again.call(x, w), f(x, w), rtol=1e-6)
-    for got, want in zip(
-        jax.grad(again.call, (0, 1))(x, w), jax.grad(f, (0, 1))(x, w), strict=True
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_export_of_any_batch_with_a_weight_inside():

@@ -284,16 +284,11 @@ def test_values_and_gradients(recipe, sizes):
         ({"implementation": "fp8"}, ValueError, "unknown"),
         ({"recipe": Recipe(window="row")}, ValueError, "would span several groups"),
         ({"rhs": np.zeros((0, 64, 8), np.float32)}, ValueError, "must have a matrix at least"),
-        (
-            {
-                "rhs": jax_mx.quantize(np.zeros((5, 64, 8), np.float32), axis=1),
-                "recipe": Recipe(forward=Product(hadamard=Hadamard(16))),
-            },
-            ValueError,
-            "take a recipe whose forward has no hadamard",
-        ),
+        ({"rhs": jax_mx.quantize(np.zeros((5, 64, 8), np.float32), axis=1),
+            "recipe": Recipe(forward=Product(hadamard=Hadamard(16)))}, ValueError,
+            "take a recipe whose forward has no hadamard"),
     ],
-)
+)  # fmt: skip
 def test_messages(change, error, sentence):
     args = {"lhs": integers((70, 64)), "rhs": integers((5, 64, 40))}
     args |= {"group_sizes": jnp.zeros(5, jnp.int32)} | change
@@ -305,5 +300,5 @@ def test_forward_mode_is_refused():
         x, integers((2, 32, 8)), jnp.zeros(2, jnp.int32)
     )
     x = integers((4, 32))
-    with pytest.raises(TypeError, match="forward-mode"):
+    with pytest.raises(NotImplementedError, match=r"^ragged_dot: derivatives in forward mode"):
         jax.jvp(f, (x,), (x,))

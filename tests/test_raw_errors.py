@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx.command.tensors import table
 from jax_mx.experts import gpt_oss
+from jax_mx.ops import reading
 
 RNG = np.random.default_rng(0)
 SIZES = jnp.array([40, 24], jnp.int32)
@@ -117,7 +118,7 @@ def test_arrays_of_several_processes_are_not_saved_by_one(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("file", ["../x.safetensors", "/x.safetensors", "a/../../x.safetensors"])
 def test_an_index_names_files_of_its_folder_alone(file, tmp_path):
-    index = tmp_path / gpt_oss.INDEX
+    index = tmp_path / reading.INDEX
     index.write_text(f'{{"weight_map": {{"w": "{file}"}}}}')
     with pytest.raises(ValueError, match="a file outside of its folder"):
         gpt_oss.load_experts(tmp_path, 0)

@@ -141,6 +141,8 @@ def checkpoints(folder):
     tree = {"w": q("mxfp4_e2m1", scale_layout="blocked_128x4"), "b": x()}
     jax_mx.save_safetensors(tree, folder / "w.safetensors")
     yield jax_mx.load_safetensors(folder / "w.safetensors", tree)
+    yield jax_mx.load_checkpoint(folder, like=tree)
+    yield jax_mx.quantize_params({"w": x()}, {"w": "mxfp4"})
 
 
 def of_bytes():
@@ -235,8 +237,8 @@ CALLS = {
     "hadamard": hadamard,
     "is_supported": lambda: [np.array(jax_mx.is_supported(op, "cpu")[0]) for op in (
         "quantize", "quantize_both", "dequantize")],
-    "load_safetensors": checkpoints,
-    "save_safetensors": checkpoints,
+    **dict.fromkeys(("save_safetensors", "load_safetensors", "load_checkpoint"), checkpoints),
+    "quantize_params": checkpoints,
     "mx_matmul_reference": lambda: [jax_mx.mx_matmul_reference(q(axis=a), q(axis=a)) for a in (
         -1, -2)],
     "pack_mxfp6": of_bytes,

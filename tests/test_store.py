@@ -217,18 +217,12 @@ def test_processes_of_one_program_must_agree(cache, monkeypatch):
 @pytest.mark.parametrize(
     ("held", "call"),
     [
-        (
-            "quantize_last_bfloat16_mxfp8_e4m3",
-            jax_mx.fake_quantize,
-        ),
-        (
-            "quantize_last_bfloat16_mxfp4_e2m1_sr",
-            lambda x: jax_mx.quantize(
-                x, "mxfp4_e2m1", axis=-2, rounding=jax_mx.Stochastic(jax.random.key(0))
-            ),
-        ),
+        ("quantize_last_bfloat16_mxfp8_e4m3", jax_mx.fake_quantize),
+        ("quantize_last_bfloat16_mxfp4_e2m1_sr",
+            lambda x: jax_mx.quantize(x, "mxfp4_e2m1", axis=-2,
+            rounding=jax_mx.Stochastic(jax.random.key(0)))),
     ],
-)
+)  # fmt: skip
 def test_processes_agree_on_kernels_too(held, call, cache, monkeypatch, caplog):
     """A process that has the kernel of another way, but not the one that the tables promise."""
     variants = {v.name: v for v in SHIPPED if v.implementation == "flydsl"}

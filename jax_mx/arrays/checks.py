@@ -1,7 +1,5 @@
 """What one argument may be, and the sentence that it gets if it is something else."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """Reshapes on any mesh: of an array, to a view (views.py), and back."""
 
-from __future__ import annotations
-
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 

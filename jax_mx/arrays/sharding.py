@@ -1,7 +1,5 @@
 """Meshes with explicit axes, where a sharding is part of an array's type."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any

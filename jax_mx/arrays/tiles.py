@@ -1,7 +1,5 @@
 """Bytes into a tiled layout and back, in jnp: what facts/layouts.py describes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -6,8 +6,6 @@ each. A view (views.py) of an array with units has two dimensions that count uni
 split like any leading dimension, and the dimensions inside of a unit, which may not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """For `python -m jax_mx`: devices, the implementations that serve them, and compiled kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """For `python -m jax_mx`: the options and the help."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

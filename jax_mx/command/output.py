@@ -1,7 +1,5 @@
 """For `python -m jax_mx`: tables, and lines about the work in progress."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

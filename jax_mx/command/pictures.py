@@ -1,7 +1,6 @@
 """For `python -m jax_mx --plot`: histograms of tensors, of their scales and of their losses."""
 
-from __future__ import annotations
-
+import collections
 import dataclasses
 import html
 import io
@@ -13,6 +12,7 @@ import numpy as np
 
 from jax_mx.command import ran, tensors
 from jax_mx.command.output import Table, lines_of
+from jax_mx.command.samples import Sample
 from jax_mx.facts import files
 from jax_mx.facts.formats import SCALE_NAN
 
@@ -53,34 +53,42 @@ def obstacle(path: Path) -> str:
 
 def histograms(
     name: str,
-    tensor: np.ndarray,
-    axis: int,
+    sample: Sample,
     formats: Sequence[str],
     scaling: str,
     rows: Sequence[dict[str, Any]] = (),
 ) -> Histograms:
     """The histograms of a tensor that `samples.admit` gave, quantized to each format."""
-    x = tensor.astype(np.float64)
-    there = np.isfinite(x) & (x != 0)
-    scales, errors = {}, {}
-    for format in formats:
-        q = tensors.quantize(tensor, format=format, axis=axis, scaling=scaling)
-        codes = np.asarray(q.scales).view(np.uint8)
-        scales[format] = _counts(codes[codes != SCALE_NAN].astype(int) - 127)
-        y = tensors.dequantized(q)
-        kept = there & np.isfinite(y)
-        lost = np.abs(x[kept] - y[kept]) / np.abs(x[kept])
-        exact = float((lost == 0).mean()) if lost.size else 1.0
-        label = format + f", {exact:.0%} exact" * (exact > 0)
-        errors[label] = _counts(_exponents(lost[lost > 0]))
-    zeros = float((x == 0).mean())
-    elements = f"elements, power of 2{f'; {zeros:.1%} are zero' * (zeros > 0)}"
+    elements, zeros = collections.Counter(), 0
+    scales = {format: collections.Counter() for format in formats}
+    errors = {format: collections.Counter() for format in formats}
+    kept = dict.fromkeys(formats, 0)
+    for part in sample.parts():
+        tensor = part.whole()
+        x = tensor.astype(np.float64)
+        there = np.isfinite(x) & (x != 0)
+        zeros += int(np.count_nonzero(x == 0))
+        elements.update(_counts(_exponents(np.abs(x[there]))))
+        for format in formats:
+            q = tensors.quantize(tensor, format=format, axis=sample.axis, scaling=scaling)
+            codes = np.asarray(q.scales).view(np.uint8)
+            scales[format].update(_counts(codes[codes != SCALE_NAN].astype(int) - 127))
+            y = tensors.dequantized(q)
+            finite = there & np.isfinite(y)
+            lost = np.abs(x[finite] - y[finite]) / np.abs(x[finite])
+            kept[format] += lost.size
+            errors[format].update(_counts(_exponents(lost[lost > 0])))
+    labelled = {}
+    for format, counts in errors.items():
+        exact = 1 - counts.total() / kept[format] if kept[format] else 1.0
+        labelled[format + f", {exact:.0%} exact" * (exact > 0)] = counts
+    share = zeros / sample.tensor.size
     panels = {
-        elements: {"": _counts(_exponents(np.abs(x[there])))},
+        f"elements, power of 2{f'; {share:.1%} are zero' * (zeros > 0)}": {"": elements},
         f"scales by {scaling}, power of 2": scales,
-        "error / element, power of 2": errors,
+        "error / element, power of 2": labelled,
     }
-    return Histograms(f"{name}, {' x '.join(map(str, x.shape))}", rows, panels)
+    return Histograms(f"{name}, {' x '.join(map(str, sample.tensor.shape))}", rows, panels)
 
 
 def _exponents(x: np.ndarray) -> np.ndarray:

@@ -4,8 +4,6 @@ The results are right on ordinary data; `jax_mx.reference` also serves NaNs, inf
 subnormals. Scales are rounded up, as RCEIL does. The faster one of two versions counts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """For `python -m jax_mx`: kernels that run. On a GPU how fast; elsewhere AMD's, in emulation."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import logging

@@ -1,7 +1,5 @@
 """`python -m jax_mx`: what this installation runs on this machine, and what MX does to tensors."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib
@@ -120,19 +118,19 @@ class Report:
         for name, tensor in self.tensors():
             shown = samples.printable(name)
             try:
-                tensor, axis, remarks = samples.admit(tensor, options.axis, options.dtype)
+                sample = samples.admit(tensor, options.axis, options.dtype)
             except (TypeError, ValueError) as error:
                 self.facts["failures"].append({"name": shown, "reason": str(error)})
                 self.remark(name, str(error))
                 continue
             with self.screen.step(f"quantizing {shown}"):
-                call = shown, tensor, axis, options.format
+                call = shown, sample, options.format
                 measured = list(tensors.measure(*call, options.scaling))
                 rows += measured
                 if options.plot:
                     drawn = pictures.histograms(*call, options.scaling[0], measured)
                     self.histograms.append(drawn)
-            for remark in remarks:
+            for remark in sample.notes:
                 self.remark(name, remark)
         self.compare(rows)
         title = f"Tensors in {options.dtype} (--help explains the columns)"

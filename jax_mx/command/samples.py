@@ -7,19 +7,21 @@ import stat
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.facts.formats import FLOAT_DTYPES, MXFP8_E4M3, RCEIL
+from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3, RCEIL
+from jax_mx.ops.checkpoints import tensors_in
 from jax_mx.ops.planning import Options, planned
 
 # The names in a file, and what reads the tensor, or says why it cannot be read.
 Opened = tuple[Sequence[str], Callable[[str], "np.ndarray | str"]]
 # The dtypes that are quantized, by numpy's name and by that of a .safetensors header.
 FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+PART = 2**22  # elements of a tensor that are worked on at a time; their losses take 26 bytes each
 
 
 # ---- the default: a network on scikit-learn's digits ---
@@ -129,7 +131,7 @@ def _unreadable(error: Exception) -> str:
         return "may not be read; change its permissions"
     if isinstance(error, MemoryError):
         return "does not fit into memory; save a slice of it"
-    if "Object arrays" in str(error):
+    if "Object arrays" in str(error) or "Python objects" in str(error):
         return "holds pickled Python objects, which are never loaded; save it as an array of floats"
     detail = textwrap.shorten(str(error) or type(error).__name__, 160)
     return f"is truncated, damaged or not what its suffix says ({detail}); save it again"
@@ -141,11 +143,11 @@ def _open_numpy(path: Path) -> Iterator[Opened]:
     with path.open("rb") as file:  # np.load would leave a damaged one open
         if (start := file.read(len(magic))) != magic:  # np.load would take it for a pickle
             raise ValueError(f"it begins with {start!r}, not with {magic!r}")
+        if path.suffix.lower() == ".npy":
+            yield [""], lambda _: np.lib.format.open_memmap(path, "r")
+            return
         file.seek(0)
         loaded = np.load(file, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            yield [""], lambda _: loaded
-            return
 
         def load(key: str) -> np.ndarray | str:
             member = loaded[key]
@@ -158,13 +160,20 @@ def _open_numpy(path: Path) -> Iterator[Opened]:
 def _open_safetensors(path: Path) -> Iterator[Opened]:
     from safetensors import safe_open
 
-    with safe_open(path, framework="np") as members:
+    with safe_open(path, framework="np") as members:  # it checks the header
+        keys = list(members.keys())
+    header, start = tensors_in(path)
 
-        def load(key: str) -> np.ndarray | str:
-            dtype = members.get_slice(key).get_dtype()  # numpy cannot even name some of them
-            return members.get_tensor(key) if dtype in FLOATS.values() else _no_float(dtype)
+    def load(key: str) -> np.ndarray | str:
+        entry = header[key]
+        if entry["dtype"] not in FLOATS.values():  # numpy cannot even name some of them
+            return _no_float(entry["dtype"])
+        dtype = next(np.dtype(d) for d, name in FLOATS.items() if name == entry["dtype"])
+        begin = start + entry["data_offsets"][0]
+        # Each tensor is mapped by itself: what was read of one leaves the memory with it.
+        return np.memmap(path, dtype, "r", begin, tuple(entry["shape"]))
 
-        yield list(members.keys()), load
+    yield keys, load
 
 
 _READERS = {".safetensors": _open_safetensors, ".npz": _open_numpy, ".npy": _open_numpy}
@@ -175,12 +184,45 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-# ---- checks ---
-def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, int, list[str]]:
-    """Prepares a tensor of `read` for quantizing.
+# ---- what is quantized ---
+class Sample(NamedTuple):
+    """A tensor that can be quantized.
 
-    Returns:
-      The tensor in `dtype`, its axis counted from the end, and sentences for the user.
+    Attributes:
+      tensor: as its file has it, perhaps mapped into memory.
+      axis: the axis that blocks run along, counted from the end.
+      dtype: what is quantized.
+      notes: sentences for the user.
+    """
+
+    tensor: np.ndarray
+    axis: int
+    dtype: np.dtype
+    notes: Sequence[str] = ()
+
+    def whole(self) -> np.ndarray:
+        """All of it in its dtype; elements that overflow become infinite."""
+        with np.errstate(all="ignore"):
+            return self.tensor.astype(self.dtype)
+
+    def parts(self) -> Iterator[Sample]:
+        """Parts of at most `PART` elements that hold whole blocks, in a fixed order."""
+        if self.tensor.size <= PART:
+            yield self
+            return
+        shape = self.tensor.shape
+        units = [1] * len(shape)
+        units[self.axis] = BLOCK
+        along = next(i for i, (n, unit) in enumerate(zip(shape, units, strict=True)) if n > unit)
+        fit = PART // (self.tensor.size // shape[along])
+        step = max(fit - fit % units[along], units[along])
+        for start in range(0, shape[along], step):
+            part = self.tensor[(slice(None),) * along + (slice(start, start + step),)]
+            yield from self._replace(tensor=part).parts()
+
+
+def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> Sample:
+    """Prepares a tensor of `read` for quantizing.
 
     Raises:
       TypeError, ValueError: it cannot be quantized; says why.
@@ -194,28 +236,33 @@ def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> tuple[np.ndarray, 
         )
     if tensor.dtype.name not in FLOATS:
         raise TypeError(_no_float(tensor.dtype.name))
-    notes = [f"was float64 and is measured in {dtype}"] if tensor.dtype.name == "float64" else []
-    before, given = np.count_nonzero(tensor), tensor
-    with np.errstate(all="ignore"):  # what overflows is counted below
-        tensor = tensor.astype(FLOAT_DTYPES[dtype])
+    kept = FLOAT_DTYPES[dtype]
+    shape = jax.ShapeDtypeStruct(tensor.shape, kept)
     # Whether a tensor can be quantized depends on its shape alone, not on the format or scaling.
-    axis = planned("quantize", tensor, Options((MXFP8_E4M3,), axis, RCEIL)).axis
+    axis = planned("quantize", shape, Options((MXFP8_E4M3,), axis, RCEIL)).axis
     if tensor.size == 0:
         raise ValueError(f"is empty, shape {tensor.shape}; there is nothing to measure")
-    if zeros := before - np.count_nonzero(tensor):
+    before = after = wider = poison = 0
+    for part in Sample(tensor, axis, kept).parts():
+        x = part.whole()
+        before += np.count_nonzero(part.tensor)
+        after += np.count_nonzero(x)
+        wider += np.count_nonzero(part._replace(dtype=np.dtype(np.float32)).whole())
+        poison += x.size - np.count_nonzero(np.isfinite(x))
+    notes = [f"was float64 and is measured in {dtype}"] if tensor.dtype.name == "float64" else []
+    if zeros := before - after:
         what = f"of {before} nonzero elements {zeros} are zero in {dtype}"
         if zeros == before:
-            wider = dtype != "float32" and np.count_nonzero(given.astype(np.float32))
             way = "try --dtype float32, or multiply it" if wider else "multiply it"
             raise ValueError(f"{what}, so nothing is left to measure; {way}")
         notes.append(what)
-    if poison := tensor.size - np.count_nonzero(np.isfinite(tensor)):
+    if poison:
         elements = "1 element that is" if poison == 1 else f"{poison} elements that are"
         notes.append(
             f"has {elements} NaN or infinite in {dtype}; their blocks become NaN and are left out "
             "of the errors"
         )
-    return tensor, axis, notes
+    return Sample(tensor, axis, kept, notes)
 
 
 def _no_float(dtype: str) -> str:

@@ -1,7 +1,6 @@
 """For `python -m jax_mx`: the losses of tensors that are quantized."""
 
-from __future__ import annotations
-
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 import jax_mx
 from jax_mx.command import here, ran
 from jax_mx.command.output import Table
+from jax_mx.command.samples import Sample
 from jax_mx.facts.formats import BLOCK
 
 LARGE = 2**25  # bytes from which on a call takes longer than to launch it
@@ -24,30 +24,44 @@ _copy = jax.jit(jnp.copy)
 
 
 def measure(
-    name: str, tensor: np.ndarray, axis: int, formats: Sequence[str], scalings: Sequence[str]
+    name: str, sample: Sample, formats: Sequence[str], scalings: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     """The losses in each format and scaling; times of large tensors, unless on a CPU."""
-    x = jax.device_put(tensor)
-    timed = jax.default_backend() != "cpu" and x.nbytes >= LARGE
-    copy = 2 * x.nbytes / ran.microseconds(_copy, x) * 1e6 if timed else 0.0
-    for format in formats:
-        for scaling in scalings:
-            call = functools.partial(quantize, format=format, axis=axis, scaling=scaling)
+    calls = {
+        (format, scaling): functools.partial(
+            quantize, format=format, axis=sample.axis, scaling=scaling
+        )
+        for format in formats
+        for scaling in scalings
+    }
+    losses = {pair: Losses() for pair in calls}
+    for part in sample.parts():
+        tensor = part.whole()
+        x = jax.device_put(tensor)
+        for pair, call in calls.items():
             q, equal = call(x), None
-            if here.support("quantize", next(iter(x.devices())), x, format, axis).kernels:
+            if here.support("quantize", next(iter(x.devices())), x, pair[0], part.axis).kernels:
                 equal = ran.same(q, call(x, implementation="xla"))
-            us = ran.microseconds(call, x) if timed else None
-            yield {
-                "tensor": name,
-                "shape": tensor.shape,
-                "format": format,
-                "scaling": scaling,
-                **_losses(tensor, q),
-                "ratio": q.nbytes / (2 * tensor.size),
-                "equal": equal,
-                "seconds": us and us / 1e6,
-                "bandwidth": ((x.nbytes + q.nbytes) / us * 1e6, copy) if us else None,
-            }
+            losses[pair].add(tensor, q, equal)
+    nbytes = sample.tensor.size * sample.dtype.itemsize
+    x = copy = None
+    if jax.default_backend() != "cpu" and nbytes >= LARGE:
+        x = jax.device_put(sample.whole())
+        copy = 2 * nbytes / ran.microseconds(_copy, x) * 1e6
+    for (format, scaling), call in calls.items():
+        loss = losses[format, scaling]
+        us = ran.microseconds(call, x) if x is not None else None
+        yield {
+            "tensor": name,
+            "shape": sample.tensor.shape,
+            "format": format,
+            "scaling": scaling,
+            **loss.named(),
+            "ratio": loss.nbytes / (2 * sample.tensor.size),
+            "equal": loss.equal,
+            "seconds": us and us / 1e6,
+            "bandwidth": ((nbytes + loss.nbytes) / us * 1e6, copy) if us else None,
+        }
 
 
 def dequantized(q: jax_mx.MXArray) -> np.ndarray:
@@ -55,42 +69,85 @@ def dequantized(q: jax_mx.MXArray) -> np.ndarray:
     return np.asarray(_dequantize(q, dtype=jnp.float32, implementation="xla"), np.float64)
 
 
-def _losses(tensor: np.ndarray, q: jax_mx.MXArray) -> dict[str, Any]:
-    """The losses of a tensor in its finite blocks, by their names in JSON."""
-    y = dequantized(q)
-    finite = ~np.isnan(y)
-    scales = np.repeat(np.asarray(q.scales, np.float64), BLOCK, q.axis)[finite]
-    x, y = tensor[finite].astype(np.float64), y[finite]
-    saturated = (np.abs(y) == q.format.max * scales) & (np.abs(x) > np.abs(y))
-    snr, relative_error = errors(x, y)
-    return {
-        "snr": snr,
-        "relative_error": relative_error,
-        "saturated": float(saturated.mean()) if saturated.size else math.nan,
-        "remark": remark(x, y),
-    }
+@dataclasses.dataclass
+class Losses:
+    """What quantizing loses of a tensor, in its finite blocks; part after part.
 
+    Attributes:
+      elements, saturated: their numbers.
+      signal, noise: sums of squares, of elements and of errors.
+      relative_error: the largest.
+      zero, became_zero: whether all elements are zero, and what became of them.
+      nbytes: of codes and scales.
+      equal: whether the bytes are those of the reference; None where the reference ran itself.
+    """
 
-def errors(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """The signal-to-noise ratio in dB and the largest relative error, of float64 arrays."""
-    if not x.size:
-        return math.nan, math.nan
-    error = np.abs(x - y)
-    signal, noise = np.sum(x**2), np.sum(error**2)
-    with np.errstate(divide="ignore"):  # infinite noise: a value rounded beyond float32's range
-        snr = 10 * np.log10(signal / noise) if noise else math.inf
-    return float(snr), float((error[x != 0] / np.abs(x[x != 0])).max(initial=0))
+    elements: int = 0
+    saturated: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    relative_error: float = 0.0
+    zero: bool = True
+    became_zero: bool = True
+    nbytes: int = 0
+    equal: bool | None = None
 
+    def add(self, tensor: np.ndarray, q: jax_mx.MXArray, equal: bool | None = None) -> None:
+        """Adds a part, and what it became."""
+        y = dequantized(q)
+        finite = ~np.isnan(y)
+        scales = np.repeat(np.asarray(q.scales, np.float64), BLOCK, q.axis)[finite]
+        x, y = tensor[finite].astype(np.float64), y[finite]
+        largest = np.abs(y) == q.format.max * scales
+        self.saturated += int(np.count_nonzero(largest & (np.abs(x) > np.abs(y))))
+        self.nbytes += q.nbytes
+        if equal is not None:
+            self.equal = equal and self.equal is not False
+        self.compare(x, y)
 
-def remark(x: np.ndarray, y: np.ndarray) -> str:
-    """A text for errors that are not ordinary; empty for ordinary ones."""
-    if not x.size:
-        return "no finite block"
-    if not x.any():
-        return "all zero"
-    if not y.any():
-        return "all became zero"
-    return "exact" if np.array_equal(x, y) else ""
+    def compare(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Adds finite elements and what they became, both in float64."""
+        error = np.abs(x - y)
+        self.elements += x.size
+        self.signal += float(np.sum(x**2))
+        self.noise += float(np.sum(error**2))
+        there = x != 0
+        worst = float((error[there] / np.abs(x[there])).max(initial=0))
+        self.relative_error = max(self.relative_error, worst)
+        self.zero = self.zero and not there.any()
+        self.became_zero = self.became_zero and not y.any()
+
+    @property
+    def snr(self) -> float:
+        """The signal-to-noise ratio in dB."""
+        if not self.elements:
+            return math.nan
+        if not self.signal or not self.noise:
+            return math.inf if not self.noise else -math.inf
+        return 10 * math.log10(self.signal / self.noise) if self.noise < math.inf else -math.inf
+
+    @property
+    def remark(self) -> str:
+        """A text for errors that are not ordinary; empty for ordinary ones."""
+        if not self.elements:
+            return "no finite block"
+        if self.zero:
+            return "all zero"
+        if self.noise == math.inf:
+            return "became infinite"
+        if self.became_zero:
+            return "all became zero"
+        return "" if self.noise else "exact"
+
+    def named(self) -> dict[str, Any]:
+        """The losses by their names in JSON."""
+        none = not self.elements
+        return {
+            "snr": self.snr,
+            "relative_error": math.nan if none else self.relative_error,
+            "saturated": math.nan if none else self.saturated / self.elements,
+            "remark": self.remark,
+        }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

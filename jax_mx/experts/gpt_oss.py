@@ -8,29 +8,20 @@ two dimensions of blocks become one.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.checks import shown, whole
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1
-from jax_mx.ops.checkpoints import dtype_of, header_of
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.progress import progress as progress_of
+from jax_mx.ops.reading import Files, Tensor, placed, placed_mx
 
 OP = "gpt_oss.load_experts"
-INDEX = "model.safetensors.index.json"
-CHUNK = 64 * 2**20  # bytes between two words about progress
-LONG = 256 * 2**20  # bytes from which on a terminal is told
 
 # How checkpoints call a layer's matrices and biases: transformers' files, and those of
 # openai/gpt-oss itself ("original").
@@ -106,95 +97,22 @@ def load_experts(
         layer = whole(layer)
     except TypeError as error:
         raise TypeError(f"{OP}: layer must be an int, got {shown(layer)}") from error
-    found = _Layer.of(_Files(path), layer)
+    files = Files(OP, path)
+    found = _Layer.of(files, layer)
     size = sum(tensor.nbytes for tensor in found.tensors.values())
-    wanted = size >= LONG and sys.stderr.isatty() if progress is None else progress
-    with progress_of(OP, -(-size // CHUNK), wanted) as say:
-        return found.read(_shardings(sharding), _Told(say))
-
-
-# ---- files ---
-class _Files:
-    """Tensors by name, wherever they lie."""
-
-    def __init__(self, path: Any):
-        """Finds the files; what they hold is read when it is asked for."""
-        self.headers: dict[Path, tuple[dict[str, dict[str, Any]], int]] = {}
-        self.places: dict[str, Path] = {}
-        paths = [path] if isinstance(path, str | os.PathLike) else path
-        if not isinstance(paths, Sequence) or not all(
-            isinstance(each, str | os.PathLike) for each in paths
-        ):
-            raise TypeError(f"{OP}: path must be a path, or a list of paths, got {shown(path)}")
-        for each in map(Path, paths):
-            index = each / INDEX if each.is_dir() else each
-            if index.suffix == ".json":
-                if index.exists():
-                    names = _weight_map(index)
-                    self.places |= {name: index.parent / file for name, file in names.items()}
-                    continue
-            files = sorted(each.glob("*.safetensors")) if each.is_dir() else [each]
-            if not files or not all(file.exists() for file in files):
-                raise FileNotFoundError(
-                    f"{OP}: {each} is no .safetensors file, no folder with some, and no {INDEX}"
-                )
-            for file in files:
-                self.places |= dict.fromkeys(self.header(file)[0], file)
-
-    def header(self, file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-        """A file's tensors by name, and where their bytes begin."""
-        if file not in self.headers:
-            if not file.exists():
-                raise FileNotFoundError(f"{OP}: the index names {file}, which is not there")
-            self.headers[file] = header_of(OP, file)[1:]
-        return self.headers[file]
-
-    def __getitem__(self, name: str) -> np.memmap:
-        """A tensor's bytes, mapped into memory."""
-        file = self.places[name]
-        header, start = self.header(file)
-        if name not in header:
-            raise ValueError(f"{OP}: the index says that {file} has {name!r}; it does not")
-        entry = header[name]
-        dtype = dtype_of(OP, name, entry["dtype"])
-        begin = start + entry["data_offsets"][0]
-        return np.memmap(file, dtype, "r", begin, tuple(entry["shape"]))
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, as an index has it.
-
-    Raises:
-      ValueError: it is no index.
-    """
-    try:
-        found = json.loads(index.read_text("utf-8"))
-        names = found["weight_map"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        names = None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise ValueError(
-            f'{OP}: {index} has no "weight_map" of tensors and their files, as an {INDEX} has; '
-            "fetch it again, or name the .safetensors files"
-        )
-    for file in names.values():
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise ValueError(
-                f"{OP}: {index} names {shown(file)}, a file outside of its folder; fetch the index "
-                "again, or name the .safetensors files"
-            )
-    return names
+    with files.progress(size, progress):
+        return found.read(files, _shardings(sharding))
 
 
 # ---- a layer ---
 class _Layer(NamedTuple):
     """A layer's tensors, by the words in `NAMES`, and the files' names of them."""
 
-    tensors: dict[str, np.memmap]
+    tensors: dict[str, Tensor]
     names: dict[str, str]
 
     @classmethod
-    def of(cls, files: _Files, layer: int) -> _Layer:
+    def of(cls, files: Files, layer: int) -> _Layer:
         """Looks the layer up, and checks what it is.
 
         Raises:
@@ -248,52 +166,28 @@ class _Layer(NamedTuple):
                     f"{self.names['gate_up_blocks']!r}, {first}, it must be {want}"
                 )
 
-    def read(self, shardings: Mapping[str, jax.sharding.Sharding], told: _Told) -> Experts:
+    def read(self, files: Files, shardings: Mapping[str, jax.sharding.Sharding]) -> Experts:
         """The arrays, on their devices."""
 
         def matrix(name: str, word: str) -> MXArray:
-            blocks, scales = self.tensors[f"{word}_blocks"], self.tensors[f"{word}_scales"]
-            each = {
-                part: self._array(f"{word}_{part}", array, shardings.get(name), told)
-                for part, array in (
-                    ("blocks", blocks.reshape(*blocks.shape[:2], -1)),
-                    ("scales", scales),
-                )
-            }
-            return MXArray.from_parts(each["blocks"], each["scales"], MXFP4_E2M1)
+            blocks = self.names[f"{word}_blocks"]
+            shape = self.tensors[f"{word}_blocks"].shape
+            codes = files.viewed(blocks, np.uint8, (*shape[:2], shape[2] * shape[3]))
+            scales = self.tensors[f"{word}_scales"]
+            return placed_mx(OP, codes, scales, MXFP4_E2M1, shardings.get(name))
+
+        def vector(name: str, word: str) -> jax.Array:
+            return placed(OP, self.tensors[word], shardings.get(name))
 
         return Experts(
             matrix("w_gate_up", "gate_up"),
             matrix("w_down", "down"),
-            self._array(
-                "gate_up_bias", self.tensors["gate_up_bias"], shardings.get("b_gate_up"), told
-            ),
-            self._array("down_bias", self.tensors["down_bias"], shardings.get("b_down"), told),
+            vector("b_gate_up", "gate_up_bias"),
+            vector("b_down", "down_bias"),
         )
 
-    def _array(
-        self, word: str, tensor: np.ndarray, sharding: jax.sharding.Sharding | None, told: _Told
-    ) -> jax.Array:
-        """A tensor on its devices, each of which gets its own part."""
-        read = partial(told.copied, self.names[word], tensor)
-        if sharding is None:
-            return jnp.asarray(read(()))
-        refused = f"{OP}: {self.names[word]!r} cannot be split so"
-        if len(spec := getattr(sharding, "spec", ())) > tensor.ndim:
-            raise ValueError(f"{refused}: {spec} is of more than its {tensor.ndim} dimensions")
-        try:
-            part = sharding.shard_shape(tensor.shape)
-        except ValueError as error:
-            raise ValueError(f"{refused}: {str(error).splitlines()[0]}") from error
-        if word.endswith("blocks") and part[-1] % (BLOCK // 2):
-            raise ValueError(
-                f"{OP}: {self.names[word]!r} would be split into parts of {2 * part[-1]} elements, "
-                f"which cuts blocks of {BLOCK}"
-            )
-        return jax.make_array_from_callback(tensor.shape, sharding, read)
 
-
-def _missing(files: _Files, layer: int) -> str:
+def _missing(files: Files, layer: int) -> str:
     """What is there instead of a layer."""
     layers = set()
     for prefix, words in NAMES.items():
@@ -310,25 +204,6 @@ def _missing(files: _Files, layer: int) -> str:
     whole = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
     found = f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
     return f"there is no layer {layer}; the files have {found}"
-
-
-class _Told:
-    """What copies out of files, and says how far it is."""
-
-    def __init__(self, say: Callable[[int, str], None]):
-        """Takes what says so."""
-        self.say, self.done = say, 0
-
-    def copied(self, name: str, tensor: np.ndarray, index: Any) -> np.ndarray:
-        """A part of a tensor, read in chunks of its first dimension."""
-        part = tensor[index]
-        out = np.empty(part.shape, part.dtype)
-        step = max(1, CHUNK // max(part[:1].nbytes, 1))
-        for at in range(0, len(part), step):
-            self.say(self.done // CHUNK, name)
-            out[at : at + step] = part[at : at + step]
-            self.done += out[at : at + step].nbytes
-        return out
 
 
 def _shardings(sharding: Any) -> Mapping[str, jax.sharding.Sharding]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -20,6 +21,8 @@ import jax.numpy as jnp
 from jax_mx import reference
 from jax_mx.arrays.checks import array_of, flag, implementation_of, is_symbolic, name_among
 from jax_mx.experts import wires
+from jax_mx.experts.costs import WAYS
+from jax_mx.experts.rounds import Round
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering import primitive
@@ -63,6 +66,7 @@ def moe(
     tensor_axis: str | None = None,
     token_axes: str | tuple[str, ...] | None = None,
     wire: str = "mx",
+    way: str | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -77,13 +81,18 @@ def moe(
     (see `dot_general`): tokens and the result's gradient as they are gathered into slots, sorted by
     expert. Kept for the backward pass, in MX: the tokens along slots, and gate and up.
 
-    With `expert_axis`, tokens and experts are split over it: tokens move to all shards of the axis
-    as codes and scales, each shard's experts take theirs, and a reduce-scatter of floats adds up
-    what they give. With wire="mx" the gradients of both matrices read what was quantized twice, to
-    be moved and then along slots, so that they differ a little from one device's. Inside
-    `jax.shard_map` over that axis, arguments are a shard's; elsewhere they are whole arrays, on the
-    mesh that `jax.set_mesh` has set, with automatic or explicit axes, and this maps the layer over
-    their shards.
+    With `expert_axis`, tokens and experts are split over it, and tokens move to shards of the axis
+    as codes and scales, by one of two ways. All shards gather all tokens, each shard's experts take
+    theirs, and a reduce-scatter of floats adds up what they give. Or tokens travel to the shards
+    that have their experts, in as many rounds of an all-to-all as the fullest shard needs; memory
+    is that of a round. The first round has room for an eighth more than an even routing sends, and
+    keeps what the backward pass reads; that computes further rounds again.
+
+    With wire="mx" the gradients of both matrices read what was quantized twice, to be moved and
+    then along slots, so that they differ a little from one device's. Inside `jax.shard_map` over
+    that axis, arguments are a shard's; elsewhere they are whole arrays, on the mesh that
+    `jax.set_mesh` has set, with automatic or explicit axes, and this maps the layer over their
+    shards.
 
     Args:
       x: (T, D): bfloat16, float16 or float32. 32 divides D.
@@ -115,6 +124,10 @@ def moe(
         `expert_axis` is added. Inputs without one: every device has all experts, for its tokens.
       wire: how tokens and gradients move along it: "mx", or "floats", which are quantized after
         they arrived; so are those of products in bfloat16, or with a Hadamard transform.
+      way: how tokens reach their experts' shards: "gather", all shards gather all tokens;
+        "rounds", a token travels only to shards that have its experts, in rounds of a fixed number
+        of rows. None: the one that costs less, of bytes and launches; `explain` says which, and
+        why.
       precision: of all grouped products, see `dot_general`.
       implementation: likewise, see `ragged_dot`; or None.
 
@@ -156,35 +169,40 @@ def moe(
     ]
     if axes.to_map or token_axes is not None:
         options = {"activation": activation, "interleaved": interleaved, "residuals": residuals}
-        options |= {"wire": wire, "precision": precision, "implementation": implementation}
+        options |= {
+            "wire": wire,
+            "way": way,
+            "precision": precision,
+            "implementation": implementation,
+        }
         return _mapped(
             wires.Mapping.of(op, x, axes, token_axes, first.groups),
             options,
             (x, experts, weights, w_gate_up, w_down, *biases, recipe),
         )
     # No tokens, nothing moves: XLA gathers no empty arrays.
-    nothing = not is_symbolic(x.shape[0]) and x.shape[0] == 0
+    nothing = not is_symbolic(x.shape[0]) and 0 in experts.shape
+    axis = None if nothing else axes.experts
     chosen = implementation_of(op, named("ragged_dot"), implementation)
     exact = is_exact(op, precision)
     product = Static(op, None, x.dtype, exact, chosen, chosen=recipe.chosen)
+    wire = name_among(f"{op}: wire", wires.KINDS, wire)
+    way = None if way is None else name_among(f"{op}: way", WAYS, way)
+    trip = wires.travel(axis, wire, way, experts, first.groups, x.shape[1])
     static = Layer(
         (product,),
         product,
         name_among(f"{op}: activation", GATED, activation),
         flag(op, "interleaved", interleaved),
         residuals_of(op, residuals, recipe),
-        Slots(
-            None if nothing else axes.experts,
-            axes.tensor,
-            name_among(f"{op}: wire", wires.KINDS, wire),
-        ),
+        Slots(axis, axes.tensor, isinstance(trip, Round)),
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
     b1, b2 = biases
     given = Inputs(x, weights, (first.floats,), second.floats, (b1,), b2)
     recipes = tuple(wires.numbered(each, (axes.experts, axes.tensor)) for each in recipes)
     quantized = (first.quantized,), second.quantized
-    leaves, tree = jax.tree.flatten((given, quantized, experts, recipes))
+    leaves, tree = jax.tree.flatten((given, quantized, trip, recipes))
     return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
 
 
@@ -244,10 +262,12 @@ class SlotPlace:
     Attributes:
       groups: the slots.
       scale: float32 (R,), the router's weight of each slot.
+      trip: the rows that slots hold, and the way back.
     """
 
     groups: Groups
     scale: jax.Array
+    trip: wires.Trip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,12 +277,12 @@ class Slots(Moves):
     Attributes:
       axis: the mesh axis that tokens and experts are split over, or None.
       tensor: that the inner length is split over, or None.
-      wire: how rows move along the axis.
+      in_rounds: whether tokens travel in rounds.
     """
 
     axis: str | None
     tensor: str | None
-    wire: str
+    in_rounds: bool = False
     keeps_activation: ClassVar[bool] = False
 
     def enter(
@@ -270,14 +290,10 @@ class Slots(Moves):
     ) -> tuple[Any, SlotPlace]:
         """See `Moves`."""
         tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False))
-        rows = wires.gather_tokens(self.axis, self.wire, tokens)
-        weight, *_ = jax.tree.leaves((given.w_first, quantized[0]))
-        number = weight.shape[0]  # of experts, of a shard
-        weights = wires.gather_choices(self.axis, given.weights)
-        experts = wires.local_experts(self.axis, routing, number)
+        rows, (experts, weights) = routing.tokens(tokens), routing.choices(given.weights)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots
-        groups = Groups.from_experts(experts, number, align=align)
-        return rows, SlotPlace(groups, groups.of_slots(weights.astype(jnp.float32)))
+        groups = Groups.from_experts(experts, routing.own, align=align, most=routing.most)
+        return rows, SlotPlace(groups, groups.of_slots(weights), routing)
 
     def operand(
         self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
@@ -292,7 +308,7 @@ class Slots(Moves):
         """See `Moves`."""
         how: dict[str, Any] = {"name": "gradient", "frozen": (weight is None, False)}
         alone = Unquantized(dy, recipe, wanted=(True, False), **how)
-        rows = wires.gather_tokens(self.axis, self.wire, alone)
+        rows = place.trip.tokens(alone)
         request, wanted = Moved if isinstance(rows, MXArray) else Unquantized, weight is not None
         return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **how)
 
@@ -342,26 +358,36 @@ class Slots(Moves):
         self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """See `Moves`; what the backward pass wants is b_down and the routing."""
-        y, beside = wires.sum_and_scatter(self.axis, place.groups.combined(y)), None
+        y, beside = routing.back(place.groups.combined(y)), None
         if given.b_second is not None:  # of this shard's tokens and all experts
-            bias = wires.gather_choices(self.axis, given.b_second).astype(jnp.float32)
-            rows = reference.rows_of(bias, routing)
+            bias = wires.gathered(self.axis, given.b_second).astype(jnp.float32)
+            rows = reference.rows_of(bias, routing.experts)
             rows = rows * given.weights.astype(jnp.float32)[:, :, None]
-            is_one = _is_one(routing, bias.shape[0])[:, :, None]
+            is_one = _is_one(routing.experts, bias.shape[0])[:, :, None]
             rows = jnp.where(is_one, rows, 0).sum(1)
             y = y + wires.on_first_shard(self.tensor, rows).astype(y.dtype)
-            beside = bias, routing, given.weights
+            beside = bias, routing.experts, given.weights
         return wires.summed_shards(self.tensor, y), beside
+
+    def rest(self, routing: Any, run: Callable[..., Any], sums: Any, operands: Any) -> Any:
+        """See `Moves`; random numbers are a round's own."""
+
+        def one(trip: Any, operands: Any) -> Any:
+            given, quantized, recipes, *more = operands
+            recipes = tuple(recipe.fold_in(trip.number) for recipe in recipes)
+            return run(trip, (given, quantized, recipes, *more))
+
+        return routing.rest(one, sums, operands)
 
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """See `Moves`."""
-        groups, sides = kept.place.groups, kept.sides
+        groups, trip, sides = kept.place.groups, kept.place.trip, kept.sides
         (gate_up,) = back.gate_up
         halves = reference.halves(gate_up, layer.activation, layer.interleaved)
         act = reference.gated_exactly(halves, None, layer.activation)
         dscale = (back.dact.astype(jnp.float32) * act).sum(-1)
-        dx = wires.sum_and_scatter(self.axis, groups.combined(back.dx)).astype(sides.x.dtype)
-        dweights = wires.sum_and_scatter(self.axis, groups.of_choices(dscale))
+        dx = trip.back(groups.combined(back.dx)).astype(sides.x.dtype)
+        dweights = trip.back_choices(groups.of_choices(dscale))
         db1 = db2 = None
         ((bias,), (sums,)) = sides.b_first, back.sums
         if bias is not None:

@@ -1,7 +1,8 @@
-"""How tokens reach the shard that has their experts, and how what these give comes back.
+"""How a layer lies on a mesh, and how tokens reach the shard that has their experts and come back.
 
-All gather, then each shard takes its own: shapes do not depend on the routing, and a token that
-several experts of a shard want moves once. The shards' results are added up by a reduce-scatter.
+`Gathered`: all shards gather all tokens, and each takes its own; a reduce-scatter adds up what they
+give. `Round` (rounds.py): tokens travel to the shards that have their experts. `travel` takes the
+cheaper one.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_mx.arrays.checks import shown
+from jax_mx.arrays.checks import is_symbolic, shown
 from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
+from jax_mx.experts.costs import ROUNDS, Costs
+from jax_mx.experts.rounds import Round
 from jax_mx.lowering import primitive
+from jax_mx.lowering.barrier import noted
 from jax_mx.ops.collectives import all_gather
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.products.operand import QuantizedWeight, Unquantized
+from jax_mx.products.operand import QuantizedWeight, Unquantized, moves_as_floats
 from jax_mx.products.recipes import Recipe
 
 KINDS = ("mx", "floats")
@@ -159,40 +164,87 @@ def halved(w: jax.Array) -> jax.Array:
     return w.reshape(*w.shape[:-1], 2, -1)
 
 
-def gather_tokens(axis: str | None, wire: str, tokens: Unquantized) -> Any:
-    """The rows of all shards of the expert axis: floats, or MX along their elements.
+@partial(
+    jax.tree_util.register_dataclass, data_fields=("experts",), meta_fields=("axis", "wire", "own")
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gathered:
+    """All tokens move to all shards; see `Round` for methods and attributes of these names.
+
+    Attributes:
+      experts: int32 (T, k) of this shard's tokens.
+      axis: the expert axis, or None: nothing moves.
+      wire: how rows move.
+      own: how many experts a shard has.
+    """
+
+    experts: jax.Array
+    axis: str | None
+    wire: str
+    own: int
+    most: ClassVar[int | None] = None
+
+    def tokens(self, tokens: Unquantized) -> Any:
+        """The rows of all shards: floats, or MX along their elements."""
+        if self.axis is None:
+            return tokens.x
+        if self.wire == "floats" or moves_as_floats(tokens):
+            return jax.lax.all_gather(tokens.x, self.axis, tiled=True)
+        return all_gather(tokens.forms()[0].array, self.axis, tiled=True)
+
+    def choices(self, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The experts of all rows, as this shard counts its own, and their weights."""
+        weights = weights.astype(jnp.float32)
+        if self.axis is None:
+            return self.experts, weights
+        each = gathered(self.axis, self.experts) - jax.lax.axis_index(self.axis) * self.own
+        here = jnp.where((each >= 0) & (each < self.own), each, -1)
+        return here, gathered(self.axis, weights)
+
+    def back(self, rows: jax.Array) -> jax.Array:
+        """(T, D): what this shard's rows became, added up over shards."""
+        return sum_and_scatter(self.axis, rows)
+
+    def back_choices(self, values: jax.Array) -> jax.Array:
+        """(T, k): the values of all rows' choices."""
+        return sum_and_scatter(self.axis, values)
+
+    def rest(self, run: Any, sums: Any, operands: Any) -> Any:
+        """The sums: there is no further round."""
+        del run, operands
+        return sums
+
+
+Trip = Gathered | Round
+
+
+def travel(
+    axis: str | None, wire: str, way: str | None, experts: jax.Array, own: int, width: int
+) -> Trip:
+    """How tokens of these experts (T, k) travel to the shards, each of which has `own` experts.
 
     Args:
       axis: the expert axis, or None.
       wire: how rows move, one of `KINDS`.
-      tokens: floats (T, D) of this shard, and how the next product takes them.
+      way: one of `WAYS`; None: the one that costs less.
+      experts: as all shards count them.
+      own: how many a shard has.
+      width: elements of a token.
     """
-    if axis is None:
-        return tokens.x
-    use = tokens.uses[0]
-    assert use is not None
-    if wire == "floats" or use.format is None or use.hadamard is not None:
-        return jax.lax.all_gather(tokens.x, axis, tiled=True)
-    return all_gather(tokens.forms()[0].array, axis, tiled=True)
+    shards = 1 if axis is None else jax.lax.axis_size(axis)
+    if axis is None or is_symbolic(experts.shape[0]):
+        return Gathered(experts, axis, wire, own)
+    costs = Costs.of(*experts.shape, own * shards, shards, width, wire)
+    way = way or costs.least
+    experts = noted(experts, f"moe over {axis!r}: {costs.sentence(way)}")
+    if way == ROUNDS:
+        return Round.first(axis, wire, experts, own)
+    return Gathered(experts, axis, wire, own)
 
 
-def gather_choices(axis: str | None, choices: jax.Array) -> jax.Array:
-    """(T, k) of all shards."""
-    return choices if axis is None else jax.lax.all_gather(choices, axis, tiled=True)
-
-
-def local_experts(axis: str | None, experts: jax.Array, number: int) -> jax.Array:
-    """The experts of all shards' tokens as this shard counts its own; those of others are -1.
-
-    Args:
-      axis: the expert axis, or None.
-      experts: (T, k) of this shard.
-      number: how many experts a shard has.
-    """
-    if axis is None:
-        return experts
-    here = gather_choices(axis, experts) - jax.lax.axis_index(axis) * number
-    return jnp.where((here >= 0) & (here < number), here, -1)
+def gathered(axis: str | None, rows: jax.Array) -> jax.Array:
+    """(T, ...) of all shards."""
+    return rows if axis is None else jax.lax.all_gather(rows, axis, tiled=True)
 
 
 def sum_and_scatter(axis: str | None, rows: jax.Array) -> jax.Array:

@@ -16,8 +16,6 @@ Slopes from bfloat16 have such a rounding too, of 8 bits: a slope, up, and the
 gradient of the result have 24 together, so what the derivative of `gated` makes of them is exact.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ a compiler targets. NVIDIA's "a" archs run on exactly one capability; an "f" arc
 first number (sm_80: 8.0 to 8.9).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 # By the DSL that compiles for them: arch -> the chips that its binaries serve, with their products.

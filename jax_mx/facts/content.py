@@ -5,8 +5,6 @@ arch's table of tiles, the compilers' versions, the variant and the arch. Whole 
 that nothing can be forgotten; whoever edits a comment compiles again.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re

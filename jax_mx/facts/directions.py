@@ -16,8 +16,6 @@ One worked example, a float array (M, K) = (64, 96):
     last_transposed     Direction(LAST, transposed=True)    (96, 64)  (3, 64)   dequantize alone
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 

@@ -3,13 +3,11 @@
 All writes of the library go through this module. Tests replace its `os` to make operations fail.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -23,7 +21,7 @@ def whole(path: str | os.PathLike) -> Iterator[Path]:
     Whoever reads meanwhile reads the old file. If anything fails, nothing stays behind.
 
         with whole("choice.json") as beside:
-            write(beside, text.encode())
+            write(beside, [text.encode()])
 
     Args:
       path: of the file.
@@ -41,17 +39,22 @@ def whole(path: str | os.PathLike) -> Iterator[Path]:
         raise
 
 
-def write(path: str | os.PathLike, data: bytes) -> None:
+def write(path: str | os.PathLike, parts: Iterable[bytes | memoryview]) -> None:
     """Writes a new file.
+
+    Args:
+      path: of the file.
+      parts: what it holds, one behind the other; the next one is asked for when one is written.
 
     Raises:
       OSError: it cannot be written, or not all of it.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(descriptor, left) :]
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                left = left[os.write(descriptor, left) :]
     finally:
         os.close(descriptor)
 
@@ -63,7 +66,7 @@ def replace(path: str | os.PathLike, data: bytes) -> None:
       OSError: it cannot be written; the old one is as it was.
     """
     with whole(path) as beside:
-        write(beside, data)
+        write(beside, [data])
 
 
 def remove(path: str | os.PathLike) -> None:
@@ -98,7 +101,7 @@ def require_writable(folder: Path, size: int = 1) -> None:
     """
     probe = folder / f".partial-{secrets.token_hex(8)}"
     try:
-        write(probe, bytes(size))
+        write(probe, [bytes(size)])
     finally:
         remove(probe)
 

@@ -6,8 +6,6 @@ Sources: OCP Microscaling Formats (MX) v1.0 for the formats and FLOOR; CEIL, EVE
 pytorch/ao (prototype/mx_formats), which calls them by the same names.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The part of an array's preprocessing that changes a kernel's code."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from jax_mx.facts.formats import BLOCK

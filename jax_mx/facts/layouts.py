@@ -6,8 +6,6 @@ of the row and column number inside a tile, after padding with zeros, so a layou
 tables below and no code. The kernels' build reads the tables too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ Also which of them share an amax, their window.
 data (keys, signs that are JAX arrays) reaches the kernel as block data, one uint32 for each block.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -10,8 +10,6 @@ of x (batch, T, K), which quantizing both ways wants first where products take r
 each.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -78,10 +76,8 @@ def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
     return (256, 128) if tiles or window == ROW else (128,)
 
 
-# Sources of "amaxes": those of MLPs, of one array of gates and ups and of two.
-# "swiglu_gradient" and "swiglu_pair_gradient" have kernels too (kernels/cutedsl/amaxes.py), which
-# no GPU has executed as they are; they belong here as soon as one has.
-ACTIVE_SOURCES = ("swiglu", "swiglu_pair")
+# Sources of "amaxes": those of MLPs, of one array of gates and ups and of two, and their gradients.
+ACTIVE_SOURCES = ("swiglu", "swiglu_pair", "swiglu_gradient", "swiglu_pair_gradient")
 # The archs that have kernels of products: those with wgmma.
 PRODUCT_ARCHS = {"cutedsl": ("sm_90a",), "flydsl": ("gfx942", "gfx950")}
 _FORMATS = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)

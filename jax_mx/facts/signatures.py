@@ -7,8 +7,6 @@ To add an operand to an op is to add a line to its function below; a source (fac
 declares its arrays itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence

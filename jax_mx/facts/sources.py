@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Spans = tuple[bool, bool]  # whether blocks run down the rows of the floats, and along them
 Shape = tuple[int, ...]
+ROWS, COLUMNS = "rows", "columns"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -38,6 +39,8 @@ class Source:
       of_rows_alone: whether kernels have it in windows of rows alone; else XLA makes the floats.
       has_amaxes: whether the operands behind x are the amaxes of its rows and of its columns.
       derivative: what has a derivative instead, a sentence; "": codes have none.
+      split: for each operand, as the primitive takes it, which of its first dimensions XLA splits
+        like `ROWS` and `COLUMNS` of the floats; empty: XLA splits no call of it.
     """
 
     word: ClassVar[str] = ""
@@ -48,6 +51,7 @@ class Source:
     of_rows_alone: ClassVar[bool] = False
     has_amaxes: ClassVar[bool] = False
     derivative: ClassVar[str] = ""
+    split: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     def __bool__(self) -> bool:
         return self != X

@@ -4,8 +4,6 @@ Their versions are pinned, here and in pyproject.toml (a test compares both). Wh
 installed, kernels are not compiled on demand: they would be other kernels than those verified.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version

@@ -5,8 +5,6 @@ Imports nothing of JAX: the kernels' build reads this module too. kernels/shippe
 variants that a wheel brings; others are compiled when a call wants them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -118,24 +116,11 @@ def value_layouts_of(implementation: str, scale_layout: str) -> tuple[str, ...]:
 
 # The forms of each op that has kernels.
 KERNELS: Mapping[str, tuple[Form, ...]] = {
-    "quantize": (
-        directions.LAST,
-        directions.SECOND,
-        directions.SECOND_TRANSPOSED,
-        directions.BOTH,
-        directions.BOTH_TRANSPOSED,
-        directions.SQUARE,
-        directions.SQUARE_TRANSPOSED,
-    ),
-    "dequantize": (
-        directions.LAST,
-        directions.LAST_TRANSPOSED,
-        directions.SECOND,
-        directions.SECOND_TRANSPOSED,
-        directions.SQUARE,
-        directions.SQUARE_TRANSPOSED,
-    ),
-}
+    "quantize": (directions.LAST, directions.SECOND, directions.SECOND_TRANSPOSED, directions.BOTH,
+        directions.BOTH_TRANSPOSED, directions.SQUARE, directions.SQUARE_TRANSPOSED),
+    "dequantize": (directions.LAST, directions.LAST_TRANSPOSED, directions.SECOND,
+        directions.SECOND_TRANSPOSED, directions.SQUARE, directions.SQUARE_TRANSPOSED),
+}  # fmt: skip
 # The forms of a product's operand: blocks along its rows, down them, and both.
 OPERANDS = (directions.LAST, directions.SECOND_TRANSPOSED, directions.BOTH_TRANSPOSED)
 # By how many arrays: the formats of each. Training mixes MXFP8's two, and MXFP8 with MXFP4: some

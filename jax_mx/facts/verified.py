@@ -4,8 +4,6 @@ A file has for each variant's name the sha256 of its binary and the devices that
 JAX's name of their kind, or "emulated".
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

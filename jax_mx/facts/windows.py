@@ -11,8 +11,6 @@ devices; elsewhere, and where a part would not hold whole blocks, it is a row. I
 `quantize`: the parts depend on the program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from jax_mx.facts.formats import BLOCK

@@ -9,8 +9,6 @@ this machine) or a list; by default none. Incremental by content: a binary is co
 its key changes (facts/content.py). A binary that spills registers fails the build.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

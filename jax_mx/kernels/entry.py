@@ -1,7 +1,5 @@
 """What a launch must know of an entry, whichever DSL it is written in; see ffi/launch.cc."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ the numbers of both DSLs alike. Where a DSL wants typed literals, or 64 bits for
 the caller says so: `literal` makes a number of a constant, `wide` one of 64 bits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

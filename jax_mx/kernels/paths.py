@@ -1,7 +1,5 @@
 """How many instructions a wave of threads issues, from where a kernel's instructions lead."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 

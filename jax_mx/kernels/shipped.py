@@ -4,8 +4,6 @@ The list has what layers and recipes take, and quantizers as users call them. A 
 but is not here is compiled when a call wants it, see lowering/store.py.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 

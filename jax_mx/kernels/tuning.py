@@ -12,8 +12,6 @@ The first row whose kernel and facts fit an entry holds. The figures lie beside 
 of JSON lines, which `benchmarks/sweep.py` reads and writes and no kernel depends on.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ the file descriptor FD: {"image": base64, "facts": ...} or {"error": sentence}. 
 A variant is a `Binary` in base64, as pickle has it.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

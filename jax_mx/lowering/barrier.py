@@ -5,7 +5,8 @@ are made of, or split what makes them as their reader wants it. Behind this iden
 split as what makes it is, and XLA moves no conversion of types past it.
 """
 
-from __future__ import annotations
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive
@@ -36,3 +37,24 @@ batching.primitive_batchers[_as_made_p] = _batched
 def as_made(x: jax.Array) -> jax.Array:
     """x, however its reader wants it split."""
     return jax.lax.optimization_barrier(_as_made_p.bind(x))
+
+
+# ---- what `explain` says ---
+_noted_p = Primitive("mx_noted")
+_noted_p.def_impl(lambda x, **_: x)
+_noted_p.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_noted_p, lambda _, x, **__: [x])
+batching.primitive_batchers[_noted_p] = lambda args, dims, **how: (
+    _noted_p.bind(*args, **how),
+    dims[0],
+)
+
+
+def noted(x: jax.Array, sentence: str) -> jax.Array:
+    """x, integers; a trace keeps the sentence, for `explain`."""
+    return _noted_p.bind(x, sentence=sentence)
+
+
+def notes_in(equations: Iterable[Any]) -> list[str]:
+    """The sentences of equations."""
+    return [eqn.params["sentence"] for eqn in equations if eqn.primitive is _noted_p]

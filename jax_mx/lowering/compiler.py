@@ -5,8 +5,6 @@ importing a DSL takes longer than compiling with it. It reads requests from its 
 answers on a pipe, one line of JSON each; see kernels/worker.py.
 """
 
-from __future__ import annotations
-
 import atexit
 import base64
 import contextlib

@@ -263,6 +263,7 @@ class ProductPlan:
       floats: the dtype of its floats, where kernels take several.
       source: what makes the floats, of "amaxes"; they come out, too.
       tiled: whether x's values and scales lie in AMD's tiles, and W's; kernels for AMD read them.
+      parts: of these floats' rows, each of which has amaxes of columns of its own.
     """
 
     op: str
@@ -277,6 +278,7 @@ class ProductPlan:
     floats: str = ""
     source: Source = X
     tiled: tuple[bool, bool, bool, bool] = (False, False, False, False)
+    parts: int = 1
     # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
@@ -319,10 +321,8 @@ AnyPlan = Plan | ProductPlan
 
 # ---- as JSON has them ---
 def described(plan: AnyPlan) -> dict[str, Any]:
-    """A plan without a source in names and numbers, from which `plan_in` makes it again."""
-    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
-    assert not fields.pop("source")
-    return {name: _text(value) for name, value in fields.items()}
+    """A plan in names and numbers, from which `plan_in` makes it again."""
+    return {f.name: _text(getattr(plan, f.name)) for f in dataclasses.fields(plan)}
 
 
 def plan_in(description: Mapping[str, Any]) -> AnyPlan:
@@ -335,8 +335,9 @@ def plan_in(description: Mapping[str, Any]) -> AnyPlan:
 def _text(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [*map(_text, value)]
-    if isinstance(value, Preprocessing):
-        return {f.name: _text(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Preprocessing | Source):
+        fields = {f.name: _text(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return fields | ({"class": type(value).__name__} if isinstance(value, Source) else {})
     if isinstance(value, Scaling):
         return value.value
     return getattr(value, "name", value)  # of a format, a layout, a dtype
@@ -350,7 +351,13 @@ def _preprocessing(several: Any) -> tuple[Preprocessing, ...]:
     return tuple(Preprocessing(**{k: _as_is(v) for k, v in one.items()}) for one in several)
 
 
+def _source(fields: Mapping[str, Any]) -> Source:
+    classes = {c.__name__: c for c in (Source, *Source.__subclasses__())}
+    return classes[fields["class"]](**{k: v for k, v in fields.items() if k != "class"})
+
+
 _READ: Mapping[str, Callable[[Any], Any]] = {
+    "source": _source,
     "dtype": jnp.dtype,
     "formats": lambda names: tuple(FORMATS[name] for name in names),
     "scale_layout": SCALE_LAYOUTS.__getitem__,

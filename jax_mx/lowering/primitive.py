@@ -425,6 +425,45 @@ def no_second(op: str, *_: Any, **__: Any) -> Any:
     )
 
 
+reverse_only_p = Primitive("mx_reverse_only")  # the identity
+reverse_only_p.def_abstract_eval(lambda x, **_: x)
+
+
+def reverse_only(op: str, second: str = "") -> Callable[[Any], Any]:
+    """What arrays pass on their way to a `jax.custom_vjp`: its forward mode is our sentence.
+
+        y = f(*jax.tree.map(reverse_only("rms_norm"), (x, weight)))
+
+    Args:
+      op: the public function.
+      second: what the sentence adds.
+    """
+    return functools.partial(reverse_only_p.bind, op=op, second=second, is_tangent=False)
+
+
+def _require_no_tangent(op: str, second: str, is_tangent: bool) -> None:
+    """Raises where a tangent is more than transposed, as it is in reverse mode alone."""
+    if is_tangent:
+        raise NotImplementedError(
+            f"{op}: derivatives in forward mode (jax.jvp, jax.jacfwd, jax.hessian) are not there; "
+            f"jax_mx.{op} has those of reverse mode (jax.grad, jax.vjp, jax.jacrev){second}"
+        )
+
+
+reverse_only_p.def_impl(lambda x, **how: _require_no_tangent(**how) or x)
+mlir.register_lowering(reverse_only_p, lambda _, x, **how: _require_no_tangent(**how) or [x])
+batching.primitive_batchers[reverse_only_p] = lambda x, dims, **how: (
+    _require_no_tangent(**how) or (reverse_only_p.bind(*x, **how), dims[0])
+)
+ad.primitive_jvps[reverse_only_p] = lambda primals, tangents, **how: (
+    primals[0],
+    tangents[0]
+    if _require_no_tangent(**how) or type(tangents[0]) is ad.Zero
+    else reverse_only_p.bind(*tangents, **how | {"is_tangent": True}),
+)
+ad.primitive_transposes[reverse_only_p] = lambda dy, _, **__: [dy]
+
+
 # ---- registration ---
 class Op(NamedTuple):
     """What the rules of an op's primitive are made of. Each function has the keyword `plan`.

@@ -3,11 +3,11 @@
 Operands lie one after the other: x (T, K), W (G, N, K).
 """
 
-from __future__ import annotations
-
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,10 @@ from jax.sharding import PartitionSpec
 from jax_mx import reference
 from jax_mx.arrays.views import Result, View
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.sources import Source, X
-from jax_mx.lowering.plan import Plan, ProductPlan
+from jax_mx.facts.sources import COLUMNS, ROWS, Source, X
+from jax_mx.lowering import partition
+from jax_mx.lowering.partition import Rule, Split
+from jax_mx.lowering.plan import Plan, ProductPlan, described, plan_in
 from jax_mx.lowering.primitive import (
     Op,
     agree,
@@ -35,8 +37,9 @@ from jax_mx.lowering.primitive import (
 )
 from jax_mx.lowering.targets import target_of
 
-COLUMNS = 8  # that the kernel of amaxes reads at once; it takes a multiple of them
+AT_ONCE = 8  # columns that the kernel of amaxes reads; it takes a multiple of them
 AMAX = np.dtype(np.uint32)  # the bits of a float32
+TILE, MOST_PARTS = 128, 256  # rows of that kernel's tiles; see `made_with_amaxes`
 
 
 def _product_avals(*operands, plan: ProductPlan):
@@ -99,13 +102,14 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
 def _amaxes_avals(x, *other, plan: ProductPlan):
     """The abstract values for x (batch, T, K), which is not split: by row and by column.
 
-    A source makes floats, which come last.
+    A source makes floats, which come last; columns then have amaxes in each of the plan's parts.
     """
     operands = [x, *other]
     if not plan.source:
         return [unsplit("mx_amaxes", operands, (x.shape[0], n), plan.dtype) for n in x.shape[1:]]
     shape, dtype = plan.source.floats_type(x, *other)
-    avals = [unsplit("mx_amaxes", operands, (1, n), plan.dtype) for n in shape]
+    sizes = (1, shape[0]), (plan.parts, shape[1])
+    avals = [unsplit("mx_amaxes", operands, size, plan.dtype) for size in sizes]
     avals.append(unsplit("mx_amaxes", operands, shape, dtype))
     return avals * (len(plan.signature.results) // len(avals))
 
@@ -143,10 +147,10 @@ def _of_matrices(floats, view: View) -> list:
     return products_p["amaxes"].bind(x, plan=amaxes_plan(x.dtype))
 
 
-def amaxes_plan(dtype: np.dtype, source: Source = X) -> ProductPlan:
+def amaxes_plan(dtype: np.dtype, source: Source = X, parts: int = 1) -> ProductPlan:
     """The plan of the amaxes of rows and columns: of floats of a dtype, which a source may make."""
     floats = "" if dtype == jnp.bfloat16 else dtype.name
-    return ProductPlan("amaxes", (), AMAX, False, 128, floats=floats, source=source)
+    return ProductPlan("amaxes", (), AMAX, False, 128, floats=floats, source=source, parts=parts)
 
 
 def amax_of(floats, view: View, result: Result, by_kernel: bool):
@@ -155,7 +159,7 @@ def amax_of(floats, view: View, result: Result, by_kernel: bool):
     `by_kernel`: by that of both, where columns alone are wanted and it takes them.
     """
     along, columns = view.along(result), floats.shape[floats.ndim - view.tail + 1]
-    fits = isinstance(columns, int) and columns % COLUMNS == 0 and view.tail == 3
+    fits = isinstance(columns, int) and columns % AT_ONCE == 0 and view.tail == 3
     if not (by_kernel and fits and result.block == (-1,)):
         return reference.amax_of(floats, along)
     shape = [1 if i - floats.ndim in along else n for i, n in enumerate(floats.shape)]
@@ -177,11 +181,45 @@ def _batch_of_both(args, dims, *, plan: Plan):
 
 
 def _lower_made(platform: str | None, ctx, *operands, plan: ProductPlan):
-    """By the kernel where XLA splits nothing, else by XLA, which drops what nobody reads."""
+    """By the kernel, of a device's part where XLA splits the program by a rule; else by XLA."""
     target = target_of(ctx, platform)
+    is_shared = target.partitioned and plan.parts % target.devices == 0
+    if is_shared and not partition.obstacle(target, ctx.avals_in):
+        rule, parameters = _made_rule(ctx.avals_in, plan), {"plan": described(plan)}
+        return partition.call(ctx, MADE_NAME, parameters, rule, operands, target)
     by_kernel = not target.partitioned and serves_by_itself(plan, target)
     fn = products_p["amaxes"].bind if by_kernel else reference.amaxes
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands, plan=plan)
+
+
+MADE_NAME = "made"
+
+
+def _made_rule(operands: Sequence[Any], plan: ProductPlan) -> Rule:
+    """Rows may be split into the parts that columns have amaxes of, columns into blocks."""
+    dims = [
+        (*names, *[""] * (a.ndim - len(names)))
+        for a, names in zip(operands, plan.source.split, strict=True)
+    ]
+    made = ("", ROWS), (ROWS, COLUMNS), (ROWS, COLUMNS)
+    count = len(plan.signature.results) // len(made)
+    return Rule(
+        tuple(dims), made * count, {ROWS: plan.parts, COLUMNS: operands[0].shape[1] // BLOCK}
+    )
+
+
+@partition.of_shards(MADE_NAME)
+def _made_of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
+    """A device's part: devices that have columns of one row share its amax."""
+    plan = cast(ProductPlan, plan_in(parameters["plan"]))
+    plan = dataclasses.replace(plan, parts=plan.parts // split.of(ROWS))
+    across = split.axes.get(COLUMNS, ())
+
+    def make(*operands: jax.Array) -> list:
+        outs = made_p.bind(*operands, plan=plan)
+        return [jax.lax.pmax(a, across) if across and i % 3 == 0 else a for i, a in enumerate(outs)]
+
+    return make
 
 
 def _batch_made(args, dims, *, plan: ProductPlan):
@@ -217,8 +255,14 @@ made_p = define("mx_made", _amaxes_avals, _lower_made, _batch_made, no_derivativ
 
 
 def made_with_amaxes(operands: Sequence[jax.Array], source: Source) -> list[list[jax.Array]]:
-    """Three arrays for each that a source makes: amaxes of rows, of columns, and the floats."""
-    plan = amaxes_plan(operands[0].dtype, source)
+    """Three arrays for each that a source makes: amaxes of rows, of columns, and the floats.
+
+    Columns have amaxes of parts of the rows, so that devices may have parts: as many as divide
+    them into the kernel's tiles, up to `MOST_PARTS`.
+    """
+    rows = operands[0].shape[0]
+    parts = 1 if rows % TILE else math.gcd(rows // TILE, MOST_PARTS)
+    plan = amaxes_plan(operands[0].dtype, source, parts)
     outs = made_p.bind(*vary_alike(*operands), plan=plan)
     return [outs[i : i + 3] for i in range(0, len(outs), 3)]
 

@@ -25,7 +25,7 @@ from jax_mx.facts.directions import Blocks
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Format, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Role
-from jax_mx.facts.sources import Source, X
+from jax_mx.facts.sources import COLUMNS, ROWS, Source, X
 from jax_mx.facts.windows import ROW, SHARD
 from jax_mx.lowering import partition, registry
 from jax_mx.lowering.partition import Rule, Split
@@ -237,8 +237,8 @@ def _quantize_reference(x, *block_data, plan: Plan):
     return out
 
 
-def _quantize_via_floats(*operands, plan: Plan):
-    """The primitive on floats that XLA makes, by a kernel or not."""
+def _quantize_via_floats(*operands, plan: Plan, rows: tuple[Rows, ...] = ()):
+    """The primitive on floats that XLA makes, by a kernel or not; `rows` where they are known."""
     count = len(plan.source.operands)
     block_data, spans = operands[count:], plan.form.spans
 
@@ -247,7 +247,7 @@ def _quantize_via_floats(*operands, plan: Plan):
         bind = quantize_p.bind
         if takes_amaxes(alone):  # which follow from the floats, once they are there
             every = (True,) * len(alone.signature.results)
-            bind = functools.partial(quantize_rows_p.bind, read=every, rows=())
+            bind = functools.partial(quantize_rows_p.bind, read=every, rows=rows)
         if source:
             arranged = source.arranged(x, other, spans)
         else:
@@ -349,17 +349,18 @@ def _lower_rows(
     if plan.chosen and not target.is_for(plan.chosen):
         fn = functools.partial(_in_blocks, plan=plan, read=read)
         return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
-    view, *_ = ctx.avals_in
     if not rows:  # where the primitive is bound, nobody knows
-        by_xla = target.partitioned and bool(plan.source)  # which binds it again, of floats
+        is_shared = _is_shared(target, ctx.avals_in, plan)
+        by_xla = target.partitioned and plan.source and not is_shared  # binds it again, of floats
+        view = _floats(ctx.avals_in, plan)
         rows = tuple(
             Rows(target.shards_of(_along(view, plan, i)))
-            if own.window == SHARD and not plan.source
+            if own.window == SHARD and not by_xla
             else Rows()
             for i, own in enumerate(plan.preprocessing)
         )
         plan = plan if by_xla else plan.of_rows
-        if _is_shared(target, ctx.avals_in, plan):
+        if is_shared:
             parameters = {"plan": described(plan), "read": read, "rows": [r.count for r in rows]}
             rule = _rule(ctx.avals_in, ctx.avals_out, plan, rows)
             return partition.call(ctx, ROWS_NAME, parameters, rule, operands, target)
@@ -378,27 +379,41 @@ def _along(view, plan: Plan, i: int) -> int:
 
 
 def _is_shared(target: Target, avals: Sequence[Any], plan: Plan) -> bool:
-    """Whether XLA splits the call by a rule: it sees to units and sources by itself."""
-    whole = plan.source or plan.view.units is not None or any(0 in a.shape for a in avals)
+    """Whether XLA splits the call by a rule: it sees to units and most sources by itself."""
+    whole = plan.source and not plan.source.split
+    whole = whole or plan.view.units is not None or any(0 in a.shape for a in avals)
     return target.partitioned and not (whole or partition.obstacle(target, avals))
 
 
 def _rule(
     operands: Sequence[Any], results: Sequence[Any], plan: Plan, rows: Sequence[Rows]
 ) -> Rule:
-    """All arrays are split alike, along what the partitioner may split of a view."""
-    x = operands[0]
+    """All arrays are split alike, along what the partitioner may split of a view.
+
+    A source says which dimensions of its operands are split like those of the floats' view.
+    """
+    x, source = _floats(operands, plan), plan.source.split
     shared = tuple(f"d{i}" for i in range(plan.view.batch(x.ndim)))
     parts = dict(zip(shared, x.shape, strict=False))
+    named = {ROWS: "d0", COLUMNS: "d1"}
+    if source and not any(COLUMNS in names for names in source):
+        shared = named[ROWS], ""
     for result, windows in zip(plan.view.results, rows, strict=True):
-        if windows.count > 1:
-            name = shared[result.number % x.ndim]
+        name = shared[result.number % x.ndim]
+        if windows.count > 1 and name:
             parts[name] = math.gcd(parts[name], windows.count)
 
     def dims(aval: Any) -> tuple[str, ...]:
         return (*shared, *[""] * (aval.ndim - len(shared)))
 
-    return Rule(tuple(map(dims, operands)), tuple(map(dims, results)), parts)
+    if not source:
+        return Rule(tuple(map(dims, operands)), tuple(map(dims, results)), parts)
+    takes = []
+    for operand, names in zip(operands, source, strict=True):
+        names = tuple(named.get(name, "") for name in names)
+        parts |= {f: math.gcd(parts[f], n) for f, n in zip(names, operand.shape, strict=False) if f}
+        takes.append((*names, *[""] * (operand.ndim - len(names))))
+    return Rule(tuple(takes), tuple(map(dims, results)), parts)
 
 
 ROWS_NAME = "quantize_rows"
@@ -409,15 +424,15 @@ def _rows_of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     """A device's part: of a row that others have parts of, too, they share the amax."""
     plan, read = cast(Plan, plan_in(parameters["plan"])), tuple(parameters["read"])
 
-    def quantize(view, *given) -> list:
-        rows = []
+    def quantize(*operands) -> list:
+        rows, rank = [], _floats([*map(jax.typeof, operands)], plan).ndim
         for result, count in zip(plan.view.results, parameters["rows"], strict=True):
-            factor = f"d{result.number % view.ndim}"
+            factor = f"d{result.number % rank}"
             if count > 1:
                 rows.append(Rows(count // split.of(factor)))
             else:
                 rows.append(Rows(1, split.axes.get(factor, ())))
-        return quantize_rows_p.bind(view, *given, plan=plan, read=read, rows=tuple(rows))
+        return quantize_rows_p.bind(*operands, plan=plan, read=read, rows=tuple(rows))
 
     return quantize
 
@@ -460,7 +475,7 @@ def _quantize_rows(
     if alone and serves_by_itself(plan.finding, target):
         outs = quantize_p.bind(*operands, plan=plan.finding)
     elif plan.source:
-        outs = _quantize_made_rows(operands, plan, target)
+        outs = _quantize_made_rows(operands, plan, target, rows)
     else:
         view, *given = operands
         once = all(windows.count == 1 for windows in rows) and _takes_each_once(plan, target)
@@ -480,16 +495,19 @@ def finding(plan: Plan) -> tuple[AnyPlan, ...]:
     return plan.finding, amaxes_plan(plan.dtype, plan.source.kernel)
 
 
-def _quantize_made_rows(operands: Sequence[jax.Array], plan: Plan, target: Target) -> list:
+def _quantize_made_rows(
+    operands: Sequence[jax.Array], plan: Plan, target: Target, rows: Sequence[Rows]
+) -> list:
     """By a kernel that makes the floats of a source and finds their amaxes; or XLA makes them.
 
     Or they are there, and their amaxes are known.
     """
     plain = dataclasses.replace(plan, source=X)
     _, found = finding(plan)
-    known = plan.source.has_amaxes
-    if not (_takes_each_once(plain, target) and (known or serves_by_itself(found, target))):
-        return _quantize_via_floats(*operands, plan=plan)
+    known, single = plan.source.has_amaxes, all(windows.count == 1 for windows in rows)
+    served = single and _takes_each_once(plain, target)
+    if not (served and (known or serves_by_itself(found, target))):
+        return _quantize_via_floats(*operands, plan=plan, rows=tuple(rows))
     x, *other = plan.source.whole(operands, plan.form.spans)
     if known:
         amaxes, floats = other, x
@@ -497,10 +515,14 @@ def _quantize_made_rows(operands: Sequence[jax.Array], plan: Plan, target: Targe
         *amaxes, floats = products_p["amaxes"].bind(x, *other, plan=found)
     viewed = Viewed.of(plain.view, floats.shape, (None,) * 2, plan.first_axis)
     data = []
-    for result, direction in zip(plain.view.results, plan.form.directions, strict=True):
+    each = zip(plain.view.results, plan.form.directions, rows, strict=True)
+    for result, direction, windows in each:
         along = [i % len(viewed.shape) for i in plain.view.along(result)]
         shape = [1 if i in along else n for i, n in enumerate(viewed.shape)]
-        data.append(amaxes[direction.blocks is Blocks.SECOND].reshape(shape))
+        amax = amaxes[direction.blocks is Blocks.SECOND].max(0).reshape(shape)
+        if windows.across:
+            _, amax = vary_alike(x, jax.lax.pmax(amax, windows.across))
+        data.append(amax)
     return quantize_p.bind(viewed.to_floats(floats), *data, plan=plain)
 
 

@@ -4,8 +4,6 @@ An implementation is a row of `IMPLEMENTATIONS`. A platform may have several, in
 they are preferred; "xla" comes last and serves everything everywhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import dataclasses

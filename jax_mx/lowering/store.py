@@ -8,8 +8,6 @@ the package's manifest, or in the cache under the kernel's content key (facts/co
 What neither holds is compiled, where its DSL is installed, in a process of its own (compiler.py).
 """
 
-from __future__ import annotations
-
 import atexit
 import base64
 import contextlib

@@ -1,7 +1,5 @@
 """What a program is lowered for: a platform and its chips, or one that a CPU stands in for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

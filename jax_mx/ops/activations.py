@@ -240,7 +240,7 @@ def row_of(op: str, name: Any) -> Activation:
 @partial(jax.jit, static_argnums=2)
 def made_of_parts(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) -> jax.Array:
     """`gated` of gates and ups, or of gates alone, that were checked."""
-    return _gated(each, weights, name)
+    return _gated(None, each, weights, name)
 
 
 @partial(jax.jit, static_argnums=3)
@@ -250,34 +250,21 @@ def _gradient(
     return reference.gated_gradient(each, weights, dy, name)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _gated(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) -> jax.Array:
-    return reference.gated(each, weights, name)
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _gated(y: Any, each: tuple[jax.Array, ...], weights: Any, name: str) -> jax.Array:
+    """y where it is given, else what it is; nothing is differentiated through y."""
+    return reference.gated(each, weights, name) if y is None else y
 
 
 @partial(_gated.defjvp, symbolic_zeros=True)
 def _gated_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    return _changed(_gated(*primals, name), primals, tangents, name)
+    return _changed(_gated(*primals, name), primals[1:], tangents[1:], name)
 
 
 @jax.jit
 def known(y: jax.Array, x: jax.Array, own: Gated) -> jax.Array:
-    """y, which is `made` of x and what belongs to it, with the derivative of that.
-
-    Nothing is differentiated through y.
-    """
-    return _known(y, tuple(own.parts_of(x)), own.weights, own.name)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _known(y: jax.Array, each: tuple[jax.Array, ...], weights: Any, name: str) -> jax.Array:
-    del each, weights, name
-    return y
-
-
-@partial(_known.defjvp, symbolic_zeros=True)
-def _known_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    return _changed(primals[0], primals[1:], tangents[1:], name)
+    """y, which is `made` of x and what belongs to it, with the derivative of that."""
+    return _gated(y, tuple(own.parts_of(x)), own.weights, own.name)
 
 
 def _changed(

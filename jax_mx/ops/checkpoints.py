@@ -4,20 +4,17 @@ Checkpoints keep arrays by name. Key paths call the scales of an MXArray by all 
 (metadata.py), so Orbax refuses to restore one into a target of another format, axis or layout.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.util
 import json
 import math
 import os
-import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 import jax
 import jax.core
@@ -82,8 +79,13 @@ _DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    "F4": ml_dtypes.float4_e2m1fn,
     "BOOL": np.bool_,
 }
+_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+FLOAT4 = np.dtype(ml_dtypes.float4_e2m1fn)  # two a byte in files, the lower half first
 _RANK = 64  # NumPy's arrays have no more dimensions
 _KEY = "jax_mx"  # of a file's metadata: JSON, the static fields of each MXArray by its name
 
@@ -95,9 +97,12 @@ def save_safetensors(
 ) -> None:
     """Writes arrays into a .safetensors file.
 
-    An MXArray called "w" becomes the tensors "w.values" and "w.scales", as it holds them. Scales
-    have the format's own dtype, F8_E8M0, MXFP8's values F8_E4M3 or F8_E5M2, others U8. The file's
-    metadata say under "jax_mx", in JSON, what the format, the axis and the layouts of each are.
+    An MXArray called "w" becomes the tensors "w.values" and "w.scales", the bytes that it holds, as
+    U8, which all loaders of safetensors open. The file's metadata say under "jax_mx", in JSON, what
+    the format, the axis and the layouts of each are.
+    Arrays come to the host one at a time.
+
+        save_safetensors({"w": quantize(w), "step": 7}, "model.safetensors")
 
     Args:
       tensors: by name; MXArrays and other arrays; numbers and lists as JAX makes arrays of them.
@@ -106,15 +111,15 @@ def save_safetensors(
       notes: further metadata, strings; not under "jax_mx".
 
     Raises:
-      ModuleNotFoundError: safetensors is not installed.
       FileNotFoundError: there is no such folder.
       OSError: the disk takes no such file; an old one is as it was.
-      TypeError: no dictionary of arrays by name, or arrays of a dtype that files do not have.
+      TypeError: no dictionary of arrays by name, or arrays of a dtype that files do not have, or an
+        odd number of float4 elements.
       ValueError: an array lies on devices of several processes;
         two tensors, or notes and what is written besides, would have one name; a name is
         no Unicode text; or the path is that of something else than a file.
     """
-    op, library = "save_safetensors", _safetensors("save_safetensors")
+    op = "save_safetensors"
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
         raise TypeError(f"{op}: tensors must be a dictionary of arrays by name")
     if wrong := [name for name in tensors if not _is_text(name)]:
@@ -125,25 +130,25 @@ def save_safetensors(
     target = Path(os.path.realpath(path))  # the library puts a new file in a link's place
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{op}: there is no folder {target.parent}; make it first")
-    found: dict[str, np.ndarray] = {}
+    found: dict[str, np.ndarray | jax.Array] = {}
     described = {}
+    plain: set[str] = set()
     for name, tensor in tensors.items():
         parts = _tensors_of(name, tensor)
         if isinstance(tensor, MXArray):
+            plain |= parts.keys()
             described[name] = metadata.described(metadata.fields_of(tensor))
         if twice := parts.keys() & (found.keys() | (tensors.keys() - {name})):
             raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
         found |= {part: _held(op, part, array) for part, array in parts.items()}
     texts = {**notes, _KEY: json.dumps(described)}
     try:
-        _replace(op, target, library, found, texts)
+        _replace(op, target, _content(found, plain, texts))
     except OSError as error:
         raise files.failure(op, path, error) from error
 
 
-def _replace(
-    op: str, target: Path, library: Any, arrays: dict[str, np.ndarray], texts: dict[str, str]
-) -> None:
+def _replace(op: str, target: Path, content: Iterable[bytes | memoryview]) -> None:
     """Writes a file in place of the one that there may be, whose permissions it keeps.
 
     Raises:
@@ -154,25 +159,45 @@ def _replace(
     if there is not None and not stat.S_ISREG(there.st_mode):
         raise ValueError(f"{op}: {target} is no file; name one, or what is to become one")
     with files.whole(target) as beside:
-        _write(library, arrays, beside, texts)
+        files.write(beside, content)
         if there is not None:
             beside.chmod(stat.S_IMODE(there.st_mode))
 
 
-def _write(library: Any, arrays: dict[str, np.ndarray], path: Path, texts: dict[str, str]) -> None:
-    """Writes a file by the library.
+def _content(
+    arrays: Mapping[str, np.ndarray | jax.Array], plain: Set[str], texts: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
+    """A file's header, then its arrays, one at a time; wide elements come first, so all align.
 
-    Raises:
-      OSError: it cannot be written.
+    Those that are plain are U8: safetensors' loaders for NumPy and flax have no floats of 8 bits.
     """
-    files.write(path, b"")  # says why a folder takes no file better than the library does
-    try:
-        library.numpy.save_file(arrays, os.fspath(path), metadata=texts)
-    except library.SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise OSError(str(error)) from error
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+    header: dict[str, Any] = {"__metadata__": texts}
+    names, end = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name)), 0
+    for name in names:
+        array, begin = arrays[name], end
+        dtype, size = np.dtype(array.dtype), array.size * array.dtype.itemsize
+        end += size // 2 if dtype == FLOAT4 else size
+        usual = f"{dtype.kind.upper()}{8 * dtype.itemsize}"
+        header[name] = {
+            "dtype": "U8" if name in plain else _NAMES.get(dtype, usual),
+            "shape": array.shape,
+            "data_offsets": (begin, end),
+        }
+    text = json.dumps(header, ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield _bytes_of(arrays[name]).data
+
+
+def _bytes_of(array: np.ndarray | jax.Array) -> np.ndarray:
+    """An array as files have it, uint8."""
+    if isinstance(array, jax.Array):
+        # JAX keeps a host's copy as long as the array; this one goes when it is written.
+        parts = [shard.data for shard in array.addressable_shards]
+        array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+    codes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return codes[::2] & 15 | codes[1::2] << 4 if array.dtype == FLOAT4 else codes
 
 
 def _tensors_of(name: str, array: Any) -> dict[str, Any]:
@@ -207,39 +232,46 @@ def _notes(op: str, notes: Any) -> dict[str, str]:
     return {**notes}
 
 
-def _held(op: str, name: str, array: Any) -> np.ndarray:
-    """An array of the host, as files have it.
+def _held(op: str, name: str, array: Any) -> np.ndarray | jax.Array:
+    """An array whose dtype files have, where it lies.
 
     Raises:
       TypeError: it is none, or of a dtype that files do not have.
+      ValueError: it lies on devices of several processes.
     """
     if isinstance(array, jax.core.Tracer):
         raise TypeError(f"{op}: {name!r} has no values while a program is traced; save its results")
-    if isinstance(array, jax.Array) and not (
-        array.is_fully_addressable or array.is_fully_replicated
-    ):
-        raise ValueError(
-            f"{op}: {name!r} lies on devices of several processes, and one process writes one file;"
-            " give all of it to each before, jax_mx.reshard(q, jax.sharding.PartitionSpec()) or "
-            "jax.device_put say, or save shards with Orbax"
-        )
     dtype = getattr(array, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(f"{op}: {name!r} is a key; save jax.random.key_data of it")
-    try:
-        held = np.ascontiguousarray(jax.device_get(array)).reshape(np.shape(array))
-    except (TypeError, ValueError):  # lists of lists of different lengths
-        held = np.array(None)
-    if held.dtype.kind in "OSU":
-        raise TypeError(
-            f"{op}: {name!r} must be an array or an MXArray, got {shown(array)}; of nested "
-            "dictionaries, give each array a name of its own, as in {'a.b': array}"
-        )
-    if dtype is None:
-        held = _as_jax_takes(op, name, held)
+    if isinstance(array, jax.Array):
+        if not (array.is_fully_addressable or array.is_fully_replicated):
+            raise ValueError(
+                f"{op}: {name!r} lies on devices of several processes, and one process writes one "
+                "file; give all of it to each before, jax_mx.reshard(q, "
+                "jax.sharding.PartitionSpec()) or jax.device_put say, or save shards with Orbax"
+            )
+        held: np.ndarray | jax.Array = array
+    else:
+        try:
+            held = np.asarray(array)
+        except (TypeError, ValueError):  # lists of lists of different lengths
+            held = np.array(None)
+        if held.dtype.kind in "OSU":
+            raise TypeError(
+                f"{op}: {name!r} must be an array or an MXArray, got {shown(array)}; of nested "
+                "dictionaries, give each array a name of its own, as in {'a.b': array}"
+            )
+        if dtype is None:
+            held = _as_jax_takes(op, name, held)
     is_plain = held.dtype.kind in "biuf" and held.dtype.itemsize <= 8
-    if not is_plain and held.dtype not in (*_DTYPES.values(), np.complex64):
+    if not is_plain and held.dtype not in _NAMES and held.dtype != np.complex64:
         raise TypeError(f"{op}: {name!r} is {held.dtype}, which files do not have; convert it")
+    if held.dtype == FLOAT4 and held.size % 2:
+        raise TypeError(
+            f"{op}: {name!r} has {held.size} elements of float4, of which files keep two in a byte;"
+            " append one"
+        )
     return held
 
 
@@ -294,16 +326,16 @@ def load_safetensors(
     with Path(path).open("rb") as file:
         for name, entry in header.items():
             file.seek(start + entry["data_offsets"][0])
-            kind = dtype_of(op, name, entry["dtype"])
-            flat = np.fromfile(file, kind, math.prod(entry["shape"]))
+            flat = _elements(file, dtype_of(op, name, entry["dtype"]), math.prod(entry["shape"]))
             if len(entry["shape"]) > _RANK:
                 raise ValueError(
                     f"{op}: {name!r} has {len(entry['shape'])} dimensions; arrays have at most "
                     f"{_RANK}"
                 )
             arrays[name] = _placed(flat.reshape(entry["shape"]), wanted.get(name))
+            jax.block_until_ready(arrays[name])  # the host holds one at a time
     found: dict[str, Any] = {}
-    for name, description in _descriptions(op, texts).items():
+    for name, description in descriptions_in(op, texts).items():
         parts: dict[str, Any] = {
             part: arrays.pop(f"{name}.{part}", None) for part in ("values", "scales")
         }
@@ -317,8 +349,19 @@ def load_safetensors(
         raise ValueError(f"{op}: the file has an array {min(twice)!r} and describes an MXArray so")
     found |= arrays
     if like is not None:
-        _require_alike(op, found, like)
+        require_alike(op, found, like)
     return found
+
+
+def _elements(file: IO[bytes], dtype: np.dtype, count: int) -> np.ndarray:
+    """The next elements of a file."""
+    if dtype != FLOAT4:
+        return np.fromfile(file, dtype, count)
+    pairs = np.fromfile(file, np.uint8, count // 2)
+    codes = np.empty(count, np.uint8)
+    np.bitwise_and(pairs, 15, out=codes[::2])
+    np.right_shift(pairs, 4, out=codes[1::2])
+    return codes.view(dtype)
 
 
 def _placed(array: np.ndarray, like: Any) -> jax.Array:
@@ -330,7 +373,7 @@ def _placed(array: np.ndarray, like: Any) -> jax.Array:
     return jax.device_put(array, where)
 
 
-def _descriptions(op: str, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def descriptions_in(op: str, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """The static fields of each MXArray of a file, by its name.
 
     Raises:
@@ -374,10 +417,15 @@ def header_of(
             f"{op}: {os.fspath(path)} is no whole .safetensors file ({error}); write or fetch it "
             "again"
         ) from error
+    return texts, *tensors_in(path)
+
+
+def tensors_in(path: str | os.PathLike) -> tuple[dict[str, dict[str, Any]], int]:
+    """The tensors of a header that the library has checked, and where their bytes begin."""
     with Path(path).open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         header.pop("__metadata__", None)
-        return texts, header, file.tell()
+        return header, file.tell()
 
 
 def dtype_of(op: str, name: str, dtype: str) -> np.dtype:
@@ -399,7 +447,7 @@ def dtype_of(op: str, name: str, dtype: str) -> np.dtype:
     return kind
 
 
-def _require_alike(op: str, found: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+def require_alike(op: str, found: Mapping[str, Any], like: Mapping[str, Any]) -> None:
     """Raises ValueError where what was found is not what was expected."""
     if missing := sorted(like.keys() - found.keys()):
         raise ValueError(f"{op}: the file has no {missing[0]!r}")

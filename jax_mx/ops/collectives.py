@@ -3,18 +3,10 @@
 Codes and scales move as uint8. As the floats that they are, XLA may move them in wider types: a
 CPU moves e4m3 as float16 and e8m0 as float32, where 2^-127 becomes NaN.
 
-They are two arrays, and so two collectives. XLA makes one of two all-gathers, and of two permutes,
-as long as they are small; of two all-to-alls it does not. One buffer of both costs a copy on either
-side: from 256 to 32,768 rows of 7168, that took as long as the second all-to-all, or longer (two
-H100s, 2026-11-25). Nor does it pay to cut (32768, 7168) floats into chunks of rows and to quantize
-one while another moves: of the time that bfloat16 takes, two chunks took 0.87, four 1.2 and eight
-1.6, all rows at once 0.80 (two H200s, in a loop of one program, 2026-11-25). XLA's group of
-collectives, a function with the attribute `_collectives_group`, is not used: it took 0.97 to 0.98
-of the time for four moves of 117 MB a GPU, 0.92 and 1.05 for two small ones, which vary more than
-that between runs (two H200s, one run, 2026-11-26), and some all-to-alls do not compile in it.
+They are two arrays, and so two collectives. One buffer of both, chunks of rows that are quantized
+while others move, and XLA's group of collectives (`_collectives_group`) were slower, or no faster
+than they vary between runs (two H100s and two H200s, November 2026).
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math

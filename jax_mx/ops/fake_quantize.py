@@ -1,10 +1,7 @@
 """`fake_quantize`: quantize and dequantize at once, with a derivative."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +12,7 @@ from jax_mx.arrays.checks import array_of, flag
 from jax_mx.arrays.sharding import spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
-from jax_mx.facts.layouts import ROW_MAJOR_VALUES
-from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
+from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.facts.windows import Window
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.mxarray import dequantized
@@ -31,7 +27,7 @@ from jax_mx.ops.preprocessing import (
     preprocessing_of,
     rotated,
 )
-from jax_mx.ops.quantizing import called, quantized
+from jax_mx.ops.quantizing import quantized
 
 
 def fake_quantize(
@@ -132,15 +128,8 @@ def _fake_quantize(x: jax.Array, data: Data, *, plan: Plan, clip: bool) -> jax.A
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _nans_alike(y: jax.Array, dtype: np.dtype) -> jax.Array:
-    """y in a dtype, each NaN with the bits that `dequantize` gives it.
-
-    As integers: XLA's CPU gives NaNs of bfloat16 its own bits wherever it chooses among floats.
-    """
-    y = y.astype(dtype)
-    bits = np.dtype(f"uint{8 * dtype.itemsize}")
-    nan = np.array(np.iinfo(bits).max >> 1, bits)
-    found = jnp.where(jnp.isnan(y), nan, jax.lax.bitcast_convert_type(y, bits))
-    return jax.lax.bitcast_convert_type(found, dtype)
+    """y in a dtype, each NaN with the bits that `dequantize` gives it."""
+    return reference.one_nan(y.astype(dtype))
 
 
 @_nans_alike.defjvp
@@ -155,40 +144,6 @@ def _saturated(x: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
     viewed = Viewed.of(view, x.shape, spec_of(x), plan.first_axis)
     of_blocks = viewed.to_scales(scales, result)
     return viewed.from_floats(reference.saturates(viewed.to_floats(x), of_blocks, plan.format))
-
-
-def through_codes(
-    x: Any,
-    formats: tuple[Format | str, ...],
-    dequantized: tuple[bool, ...],
-    rows: Any = None,
-    activation: Any = None,
-    **options: Any,
-) -> tuple[Any, ...]:
-    """What `quantize` gives, or of two formats `quantize_both`, some of it dequantized at once.
-
-    Args:
-      x: see `quantize`; so are rows and activation.
-      formats: of the results; windows are of 32.
-      dequantized: of each result whether it is floats of x's dtype, which lie as x does; codes down
-        the columns of quantize_both lie transposed.
-      rows: see `quantize`.
-      activation: see `quantize`.
-      options: axis, scaling, zero_scale and implementation.
-
-    Returns:
-      A result for each format.
-    """
-    both = len(formats) == 2
-    asked = Options(
-        formats,
-        transpose=(False, not dequantized[1]) if both else False,
-        value_layouts=(ROW_MAJOR_VALUES,) * len(formats),
-        preprocessing=tuple(Preprocessing(dequantized=floats) for floats in dequantized),
-        **options,
-    )
-    data = ((None, None),) * len(formats)
-    return called("quantize_both" if both else "quantize", asked, x, data, rows, activation)
 
 
 @jax.custom_jvp
@@ -208,5 +163,6 @@ def _straight_through_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, j
 def _inverse(plan: Plan) -> Plan:
     """The plan that dequantizes what this one quantizes, into what is left to be done to it."""
     (own,) = plan.preprocessing
-    dtype = plan.dtype if own == NO_PREPROCESSING else np.dtype(np.float32)
+    plain = dataclasses.replace(own, window=BLOCK) == NO_PREPROCESSING
+    dtype = plan.dtype if plain else np.dtype(np.float32)
     return dataclasses.replace(plan.inverse, dtype=dtype)

@@ -1,7 +1,5 @@
 """`partition` and `combine`: a tree of parameters, and the frozen weights in it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

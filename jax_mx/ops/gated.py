@@ -1,7 +1,5 @@
 """`gated`: activations between products, as floats with a derivative and quantized."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, overload
 
 import jax
@@ -17,7 +15,7 @@ class Activated(NamedTuple):
     """What `gated` gives beside a format; None for floats that were not asked for.
 
     Attributes:
-      floats: (..., K), of gate_up's dtype; what bits a NaN has is the device's.
+      floats: (..., K), of gate_up's dtype; a NaN has the bits that `MXArray.dequantize` gives it.
       quantized: an `MXArray`; or a pair, as `quantize_both` gives it.
     """
 

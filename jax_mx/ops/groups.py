@@ -57,7 +57,12 @@ class Groups:
 
     @classmethod
     def from_experts(
-        cls, experts: jax.typing.ArrayLike, num_experts: int, *, align: int = BLOCK
+        cls,
+        experts: jax.typing.ArrayLike,
+        num_experts: int,
+        *,
+        align: int = BLOCK,
+        most: int | None = None,
     ) -> Groups:
         """Groups of tokens by the experts that a router chose.
 
@@ -71,10 +76,12 @@ class Groups:
           align: every group begins at a multiple of it: 32 for blocks along tokens, 128 or 256 for
             windows and tiled scales, 1 where nothing is quantized along tokens, or for
             `ragged_dot`, which takes groups that begin anywhere.
+          most: how many choices name an expert at most, where a caller knows; None: all, T k. The
+            choices beyond get no slot.
 
         Returns:
-          Groups of R = T k + min(G, T k) (align - 1) slots, rounded up to a multiple of align, the
-          most that any routing needs.
+          Groups of R = most + min(G, most) (align - 1) slots, rounded up to a multiple of align,
+          the most that any routing needs.
 
         Raises:
           TypeError: experts are no integers, or an argument is no int.
@@ -90,8 +97,10 @@ class Groups:
                 "the batch dimensions into one"
             )
         experts = experts if experts.ndim == 2 else experts[:, None]
-        _check_slots(op, experts.shape[0] * experts.shape[1], number, align)
-        return _grouped(_unsplit(experts), number, align)
+        choices = experts.shape[0] * experts.shape[1]
+        choices = choices if most is None else min(choices, _positive(op, "most", most, least=0))
+        _check_slots(op, choices, number, align)
+        return _grouped(_unsplit(experts), number, align, choices)
 
     @classmethod
     def from_sizes(cls, sizes: jax.Array, rows: int, *, align: int = BLOCK) -> Groups:
@@ -120,7 +129,7 @@ class Groups:
         _check_slots(op, rows, sizes.shape[0], align)
         ends = jnp.cumsum(clamped(_unsplit(sizes), rows))
         row = jnp.arange(rows, dtype=jnp.int32)
-        return _grouped(owners(ends, row)[:, None], sizes.shape[0], align)
+        return _grouped(owners(ends, row)[:, None], sizes.shape[0], align, rows)
 
     @property
     def num_experts(self) -> int:
@@ -271,10 +280,10 @@ def _same_shape(shape: tuple, wanted: tuple) -> bool:
     )
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _grouped(experts: jax.Array, number: int, align: int) -> Groups:
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _grouped(experts: jax.Array, number: int, align: int, most: int) -> Groups:
     tokens, k = experts.shape
-    total = slots_for(tokens * k, number, align)
+    total = slots_for(most, number, align)
     is_one = (experts >= 0) & (experts < number)
     flat = jnp.where(is_one, experts, number).astype(jnp.int32).reshape(-1)
     earlier, counts = _ranks(flat, number)

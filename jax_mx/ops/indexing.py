@@ -166,7 +166,16 @@ def _entries(op: str, q: MXArray, index: Any) -> tuple[list, dict[int, int]]:
             raise IndexError(
                 f"{op}: index {entry} is out of range for axis {axis} of length {length}"
             )
+        _require_counted(entry, length)
     return given, {axis - q.ndim: place for axis, place in enumerate(places)}
+
+
+def _require_counted(entry: Any, length: Any) -> None:
+    """Raises OverflowError for an array of numbers of which JAX makes negative ones: past int32."""
+    most, dtype = np.iinfo(np.int32).max, getattr(entry, "dtype", np.dtype(np.int32))
+    is_short = is_symbolic(length) or length - 1 <= most or jax.config.jax_enable_x64
+    if not is_short and jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).max > most:
+        raise OverflowError(f"{dtype} beyond int32")
 
 
 def _is_mask(entry: Any) -> bool:

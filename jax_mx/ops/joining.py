@@ -1,7 +1,5 @@
 """`concatenate`, `stack` and `swapaxes` of MXArrays, as `jax.numpy` has them of arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from jax_mx.arrays.checks import axis_of, shown

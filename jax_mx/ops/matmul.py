@@ -1,7 +1,5 @@
 """The product of two quantized arrays, as its definition has it: the oracle for GEMMs."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

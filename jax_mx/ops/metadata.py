@@ -4,8 +4,6 @@ A static field is a row of `FIELDS`. Exported programs, safetensors files, flax'
 the names that checkpoints give to scales all take it from there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

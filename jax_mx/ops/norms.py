@@ -1,7 +1,5 @@
 """`rms_norm`: root mean square norms, as floats with a derivative and quantized."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,9 +23,9 @@ class Normed(NamedTuple):
     """What `rms_norm` gives; None for what was not asked for.
 
     Attributes:
-      floats: (..., K), of x's dtype; what bits a NaN has is the device's.
+      floats: (..., K), of x's dtype; a NaN has the bits that `MXArray.dequantize` gives it.
       quantized: an `MXArray`; or a pair, as `quantize_both` gives it.
-      sum: x + residual, of x's dtype; NaNs likewise, as of any addition.
+      sum: x + residual, of x's dtype; NaNs likewise.
       factors: float32 (...,), by which rows were multiplied: 1 / sqrt(mean(x^2) + eps).
     """
 
@@ -124,13 +122,13 @@ def rms_norm(
     eps = float(np.float32(eps))
     y = quantized = None
     if quantizer is None or by_rows:
-        y, total, factor = _normed(eps, *operands)
+        y, total, factor = _normed(eps, None, *operands)
         quantized = None if quantizer is None else quantizer(stop(y))
     else:
         found = _quantized(*stop(operands), quantizer=quantizer, eps=eps, floats=wanted)
         quantized, (factor, total, *own) = found[:2] if both else found[0], found[1 + both :]
         if wanted:
-            y, total, factor = _known(eps, (*own, total, _plain(factor)), *operands)
+            y, total, factor = _normed(eps, (*own, total, _plain(factor)), *operands)
     return Normed(
         y if wanted else None,
         quantized,
@@ -191,20 +189,29 @@ def _weights(weight: Any, length: int) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def _normed(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    return _normed_vjp(eps, x, residual, weight)
+def _normed(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) -> tuple:
+    return _normed_vjp(eps, given, *_reverse_only((x, residual, weight)))
+
+
+_reverse_only = partial(
+    jax.tree.map,
+    primitive.reverse_only("rms_norm", ", and second ones of it: jax.jacrev of jax.grad"),
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normed_vjp(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    """(y, the sum with the residual, the factors of rows)."""
+def _normed_vjp(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) -> tuple:
+    """(y, the sum with the residual, the factors of rows), where a kernel has not given them."""
+    if given is not None:
+        return given
     total = x if residual is None else reference.added(x, residual)
     y, factor = reference.rms_norm(total, weight, eps)
     return y, total, factor[..., 0]
 
 
-def _normed_fwd(eps: float, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    out: Any = _normed_vjp(eps, x, residual, weight)
+def _normed_fwd(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) -> tuple:
+    # Second derivatives reach what is kept.
+    out: Any = _normed_vjp(eps, given, *_reverse_only((x, residual, weight)))
     return out, (*out[1:], weight, None if residual is None else ())
 
 
@@ -224,31 +231,7 @@ def _normed_bwd(eps: float, kept: tuple[Any, ...], cotangents: tuple[Any, ...]) 
     if weight is not None:
         rows = range(dy.ndim - 1)
         dweight = (dy * normal).sum(rows).astype(weight.dtype)
-    return dx, None if added is None else dx, dweight
+    return None, dx, None if added is None else dx, dweight
 
 
 _normed_vjp.defvjp(_normed_fwd, _normed_bwd)
-
-
-@partial(jax.jit, static_argnums=0)
-def _known(eps: float, given: tuple, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    """What is given, that is what `_normed` gives, with its derivative."""
-    return _known_vjp(eps, given, x, residual, weight)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _known_vjp(eps: float, given: tuple, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    del eps, x, residual, weight
-    return given
-
-
-def _known_fwd(eps: float, given: tuple, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    del eps, x
-    return given, (*given[1:], weight, None if residual is None else ())
-
-
-def _known_bwd(eps: float, kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple:
-    return None, *_normed_bwd(eps, kept, cotangents)
-
-
-_known_vjp.defvjp(_known_fwd, _known_bwd)

@@ -1,7 +1,5 @@
 """Codes of 6 bits as matrix units read them: four in three bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

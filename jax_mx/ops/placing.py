@@ -1,7 +1,5 @@
 """Where an array's shards lie before an op's primitive is bound; and whether a kernel is there."""
 
-from __future__ import annotations
-
 import jax
 
 from jax_mx.arrays.sharding import gathered, is_explicit, shards_of

@@ -1,7 +1,5 @@
 """How far something is that takes long."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator

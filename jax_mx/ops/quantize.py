@@ -1,7 +1,5 @@
 """`quantize` and `quantize_both`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

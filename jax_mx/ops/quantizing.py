@@ -1,7 +1,5 @@
 """One call of a quantizer: from a caller's arrays to its primitive's operands, and back."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from functools import partial

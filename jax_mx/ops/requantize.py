@@ -1,7 +1,5 @@
 """`requantize`: rows of an MX array along their other axis, without its floats in between."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

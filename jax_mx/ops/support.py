@@ -1,7 +1,5 @@
 """`is_supported`: what serves a call, and why no kernel does."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

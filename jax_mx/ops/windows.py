@@ -1,7 +1,5 @@
 """`align`: gives a quantized array the scales of a window."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

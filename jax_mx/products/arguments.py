@@ -3,8 +3,6 @@
 Every sentence names the public function, the argument, what is allowed and what to do.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

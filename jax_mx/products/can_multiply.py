@@ -1,7 +1,5 @@
 """`can_multiply`: whether MX takes a product, and why not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """`decide` picks the implementation of a contraction; lowering, explain and autotune ask it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast

@@ -348,6 +348,7 @@ def product(
       sizes: of groups, int32 (G,); None for a dense product.
       recipe: how floats are quantized.
     """
+    lhs, rhs = jax.tree.map(primitive.reverse_only(static.op), (lhs, rhs))
     return _product(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
 
 

@@ -1,7 +1,5 @@
 """`dot_general`: jax.lax.dot_general with its operands in MX, floats at both ends."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """`matmul` and `einsum`, by way of `dot_general`."""
 
-from __future__ import annotations
-
 import string
 from collections import Counter
 from collections.abc import Sequence

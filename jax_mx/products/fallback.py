@@ -1,7 +1,5 @@
 """What a product does that MX cannot take: it is refused, or JAX multiplies the floats."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """`gather_weight`: weights that are split among devices, quantized there and then gathered."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -157,7 +155,7 @@ def _spec(entries: tuple[Names, ...]) -> tuple:
 
 @partial(jax.jit, static_argnums=0)
 def _gathered(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
-    return _gathered_vjp(static, w, recipe)
+    return _gathered_vjp(static, primitive.reverse_only(OP)(w), recipe)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -5,8 +5,6 @@ with fewer bits (`error`). A row says whether it serves a contraction on chips, 
 groups, and computes it; decide.py picks one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

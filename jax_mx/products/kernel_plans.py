@@ -19,8 +19,6 @@ most 4e-4 (of y's norm 1.3e-4 for windows of 128, 2.1e-4 for 256). Numbers of on
 most 4e-3. Where one product in each window is 2^13 times the others, it is 2.1e-2.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -8,8 +8,6 @@ they do not, and rows are many, the product of floats that are made of both, sum
 weight's gradient is. A dense product is one group to a kernel, or as many as the batch has entries.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +26,7 @@ import numpy as np
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import MXFP8_E4M3
 from jax_mx.facts.windows import ROW, SHARD
+from jax_mx.lowering import primitive
 from jax_mx.ops.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
@@ -126,6 +128,7 @@ class Moves(ABC):
     """
 
     keeps_activation: ClassVar[bool]  # along its rows, for the gradient of w_second
+    in_rounds = False  # whether a routing may have further rounds, see `rest`
 
     @abstractmethod
     def enter(
@@ -208,6 +211,18 @@ class Moves(ABC):
     ) -> tuple[jax.Array, Any]:
         """The result as the caller wants it, and further residuals."""
 
+    def rest(self, routing: Any, run: Callable[..., Any], sums: Any, operands: Any) -> Any:
+        """The sums of what `run` gives of the routing's further rounds, if it has some.
+
+        Args:
+          routing: of the layer; its first round.
+          run: of a round and operands, which the caller must not hand it otherwise.
+          sums: those of the first round.
+          operands: given, quantized, recipes, and more.
+        """
+        del routing, run, operands
+        return sums
+
     @abstractmethod
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """The gradients, with the shapes, dtypes and shardings of the layer's inputs."""
@@ -285,6 +300,7 @@ def layer(
       routing: the experts of each row, or None.
       recipes: of both products.
     """
+    given = jax.tree.map(primitive.reverse_only(static.op), given)
     return _layer(static, given, quantized, routing, recipes)
 
 
@@ -298,15 +314,29 @@ def _layer(
     )
     second = static.second.unfollowed(given.w_second, quantized[1], recipes[1])
     static = static._replace(first=first, second=second)
-    return _forward(static, given, quantized, routing, recipes, keep=False)[0]
+    y, _ = _forward(static, given, quantized, routing, recipes, keep=False)
+    return _with_rest(static, y, given, quantized, routing, recipes)
 
 
 def _fwd(static: Layer, *args: Any) -> tuple:
     first, second = args[1]
     given, quantized, routing, recipes = values_of(static.op, args, (*first, second))
     *floats, mark = once_derived(static.op, *given, MARK)
-    y, kept = _forward(static, Inputs(*floats), quantized, routing, recipes, keep=True)
-    return y, (kept, mark)
+    given = Inputs(*floats)
+    y, kept = _forward(static, given, quantized, routing, recipes, keep=True)
+    y = _with_rest(static, y, given, quantized, routing, recipes)
+    return y, (kept, (given, quantized, routing) if static.moves.in_rounds else None, mark)
+
+
+def _with_rest(
+    static: Layer, y: jax.Array, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes
+) -> jax.Array:
+    """The result of all rounds, of that of the first."""
+
+    def run(routing: Any, operands: Any) -> jax.Array:
+        return _forward(static, *operands[:2], routing, operands[2], keep=False)[0]
+
+    return static.moves.rest(routing, run, y, (given._replace(b_second=None), quantized, recipes))
 
 
 def _forward(
@@ -374,10 +404,28 @@ def scale_of(place: Any) -> Any:
 
 
 def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: Any) -> tuple:
-    kept, mark = residual
+    kept, again, mark = residual
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 4
     dy, _ = once_derived(static.op, dy, mark)
+    gradients = _backward(static, kept, dy)
+    if again is None:
+        return gradients, None, None, None
+    given, quantized, routing = again
+
+    def run(routing: Any, operands: Any) -> Inputs:
+        given, quantized, recipes, dy = operands
+        _, kept = _forward(static, given, quantized, routing, recipes, keep=True)
+        return _backward(static, kept, dy)
+
+    once = {"b_second": None}  # the first round has all of it
+    operands = given._replace(**once), quantized, kept.recipes, dy
+    rest = static.moves.rest(routing, run, gradients._replace(**once), operands)
+    return rest._replace(b_second=gradients.b_second), None, None, None
+
+
+def _backward(static: Layer, kept: Kept, dy: jax.Array) -> Inputs:
+    """The gradients by what one pass kept."""
     moves, sides, place = static.moves, kept.sides, kept.place
     second, w2 = kept.recipes[1], sides.w_second
     gradient = moves.gradient(static.second, dy, place, second, w2)
@@ -394,7 +442,7 @@ def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: Any) -> tuple:
     (dact, *dw2), _ = Step(tuple(products))(operands, sizes_of(place))
     dx, dw1, sums = _through_first(static, kept, gate_up, dact)
     back = Back(dy, gate_up, dact, dx, dw1, next(iter(dw2), None), sums)
-    return moves.gradients(static, kept, back), None, None, None
+    return moves.gradients(static, kept, back)
 
 
 def _through_first(

@@ -5,8 +5,6 @@ neither the host nor the L2 cache counts: launches are one program's, a CUDA gra
 one, and operands are read from memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

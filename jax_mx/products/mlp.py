@@ -1,7 +1,5 @@
 """`mlp`: a perceptron in MX, two products with an activation in between, gated or not."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

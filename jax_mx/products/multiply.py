@@ -16,8 +16,6 @@ of codes there. An operand that no kernel gives as floats, say in windows, needs
 Neither has a derivative: derivative.py and layer.py have.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence

@@ -423,6 +423,13 @@ class Moved(Unquantized):
         return forms.get(0), forms.get(1)
 
 
+def moves_as_floats(tokens: Unquantized) -> bool:
+    """Whether rows of which the first form alone is read move as floats, whatever the wire."""
+    use = tokens.uses[0]
+    assert use is not None
+    return use.format is None or use.hadamard is not None
+
+
 def _picked(q: MXArray, rows: jax.Array) -> MXArray:
     """q[rows] of an array with blocks along the last axis, with zeros for rows that it lacks."""
     values, scales = (reference.rows_of(a, rows) for a in (q.values, q.scales))

@@ -1,7 +1,5 @@
 """`autotune` measures the calls of a function, `explain` says what serves them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time
@@ -15,6 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 from jax_mx.arrays.checks import shown, whole
 from jax_mx.lowering import primitive, targets
+from jax_mx.lowering.barrier import notes_in
 from jax_mx.ops.progress import progress as progress_of
 from jax_mx.products import choices, measuring
 from jax_mx.products.choices import Choice, Cost, Key, Measured
@@ -22,7 +21,7 @@ from jax_mx.products.contraction import Contraction, key_of
 from jax_mx.products.decide import candidates as candidates_of
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
-from jax_mx.products.multiply import contractions_in
+from jax_mx.products.multiply import contractions_in, equations
 from jax_mx.products.recipes import Chosen
 from jax_mx.products.splitting import as_traced
 
@@ -82,8 +81,9 @@ def calls_in(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
     if not callable(f):
         raise TypeError(f"{op}: f must be a function, got {shown(f)}")
     found: dict[Any, _Found] = {}
-    notes = []
-    for traced in contractions_in(jax.make_jaxpr(f)(*args).jaxpr):
+    jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    notes = notes_in(equations(jaxpr))
+    for traced in contractions_in(jaxpr):
         call = as_traced(traced)
         key = key_of(call, ""), call.implementation, call.numbers.chosen
         known = found.setdefault(key, _Found(call, 0))

@@ -1,7 +1,5 @@
 """`quantize_weights`: the weights of a model, quantized once for all that a step multiplies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -40,6 +40,9 @@ from jax_mx.reference.blocks import (
     noise as noise,
 )
 from jax_mx.reference.blocks import (
+    one_nan as one_nan,
+)
+from jax_mx.reference.blocks import (
     over_windows as over_windows,
 )
 from jax_mx.reference.blocks import (

@@ -1,7 +1,5 @@
 """Activations and their derivatives in jnp; see facts/activations.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +23,7 @@ from jax_mx.facts.activations import (
     Rounding,
 )
 from jax_mx.facts.formats import BLOCK
-from jax_mx.reference.blocks import flushed, product, widened
+from jax_mx.reference.blocks import flushed, one_nan, product, widened
 
 # Beyond, a slope is 0 or 1 in float32; and no product of such numbers overflows.
 _FAR = 128.0
@@ -228,7 +226,7 @@ def gated(
         y = product(y, flushed(other(up[0], name)))
     if weights is not None:
         y = product(y, flushed(weights.astype(jnp.float32))[..., None])
-    return y.astype(dtype)
+    return one_nan(y.astype(dtype))
 
 
 def derivative(each: Sequence[jax.Array], name: str) -> list[jax.Array]:

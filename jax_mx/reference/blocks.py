@@ -7,8 +7,6 @@ not saturate casts to float8; exp2 is inexact at most integers.
 Blocks lie along the last dimension, which has length `BLOCK`; square ones along the last two.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from fractions import Fraction
@@ -82,6 +80,9 @@ def dequantize(
     A product beyond the largest finite value is an infinity; an element's own NaN or infinity
     stays; scale 255 gives NaN. Every NaN is the positive quiet one, with no payload.
     """
+    # Where constants are quantized in a loop, XLA computes them when it compiles, and takes codes
+    # that were transposed in another order than they lie (seen on the CPU, JAX 0.10.2).
+    values, scales = jax.lax.optimization_barrier((values, scales))
     codes = unpack(jax.lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32), format)
     scale = jax.lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.int32)
     magnitude = codes & np.uint32(2 ** (format.bits - 1) - 1)
@@ -103,6 +104,17 @@ def dequantize(
     bits = jnp.where(poisoned, nan, bits | sign << np.uint32(info.bits - 1))
     bits = bits.astype({16: jnp.uint16, 32: jnp.uint32}[info.bits])
     return jax.lax.bitcast_convert_type(bits, dtype)
+
+
+def one_nan(y: jax.Array) -> jax.Array:
+    """y, each of whose NaNs has the bits that NVIDIA's instructions give, as in `dequantize`.
+
+    As integers: XLA's CPU gives NaNs of bfloat16 its own bits wherever it chooses among floats.
+    """
+    bits = np.dtype(f"uint{8 * y.dtype.itemsize}")
+    nan = np.array(np.iinfo(bits).max >> 1, bits)
+    found = jnp.where(jnp.isnan(y), nan, jax.lax.bitcast_convert_type(y, bits))
+    return jax.lax.bitcast_convert_type(found, y.dtype)
 
 
 # ---- windows ---

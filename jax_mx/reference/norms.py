@@ -1,12 +1,10 @@
 """Root mean square norms, with the order of every sum; see `jax_mx.rms_norm`."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.reference.blocks import flushed, product, widened
+from jax_mx.reference.blocks import flushed, one_nan, product, widened
 
 LANES = 2048  # sums that are taken side by side, and then by pairs
 LEAST = 2.0**-63  # what is less counts as 0 in the sum: the squares of others are normal numbers
@@ -67,13 +65,13 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> tuple[jax.Ar
             y = settled(x).astype(jnp.float64) * factor
             if weight is not None:
                 y = y * weight.astype(jnp.float64)
-            return flushed(y.astype(jnp.float32)), rounded
+            return one_nan(flushed(y.astype(jnp.float32))), rounded
     y = product(settled(x), rounded)
     if weight is not None:
         y = product(y, weight)
-    return y.astype(x.dtype), rounded
+    return one_nan(y.astype(x.dtype)), rounded
 
 
 def added(x: jax.Array, residual: jax.Array) -> jax.Array:
     """x + residual in float32, zeros of their sign for what is subnormal, rounded to x's dtype."""
-    return flushed(settled(x) + settled(residual)).astype(x.dtype)
+    return one_nan(flushed(settled(x) + settled(residual)).astype(x.dtype))

@@ -1,7 +1,5 @@
 """Products that read MX operands, in plain jnp: dequantized in float32, added up in float32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -65,6 +63,7 @@ def amaxes(x: jax.Array, *other: jax.Array, plan: Any) -> list:
     """For x (batch, T, K): (batch, T) and (batch, K), float32 bits of the largest magnitudes.
 
     A plan's source makes floats (T, K), a batch of one, which follow; so for each that it makes.
+    Columns then have amaxes (parts, K), of each of the plan's equal parts of the rows.
     """
 
     def of(x: jax.Array) -> list:
@@ -72,8 +71,11 @@ def amaxes(x: jax.Array, *other: jax.Array, plan: Any) -> list:
 
     if not plan.source:
         return of(x)
-    made = plan.source.compute(x, *other)
-    return [a for floats in made for a in (*of(floats[None]), floats)]
+    outs = []
+    for floats in plan.source.compute(x, *other):
+        parts = floats.reshape(plan.parts, -1, floats.shape[-1])
+        outs += [of(floats[None])[0], of(parts)[1], floats]
+    return outs
 
 
 def _floats(codes: jax.Array, scales: jax.Array, format) -> jax.Array:

@@ -5,8 +5,6 @@ group's NaN, and only what a group has is multiplied: lax.ragged_dot multiplies 
 matrix where XLA has no kernel for it.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Rows of an MX array: tokens that moved as codes along their elements."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar

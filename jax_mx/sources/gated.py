@@ -1,7 +1,5 @@
 """An activation's results, of gates and ups: what lies between the two products of an MLP."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +7,7 @@ from typing import Any, ClassVar
 
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.facts.signatures import Array, Role
-from jax_mx.facts.sources import Shape, Source, Spans, blocks_of
+from jax_mx.facts.sources import ROWS, Shape, Source, Spans, blocks_of
 from jax_mx.facts.variants import Variant, has_one_format, is_operand
 
 X, WEIGHTS = Array("x", Role.SOURCE), Array("weights", Role.REPLICATED, dtype="float32")
@@ -35,6 +33,7 @@ class GatedSource(Source):
 
     loaders: ClassVar[Mapping[str, str]] = {"cutedsl": "gated"}
     tuned_as = "gated"
+    split = (ROWS,), (ROWS,)
 
     def __str__(self) -> str:
         return self.activation + "_interleaved" * self.interleaved + "_floats" * self.floats

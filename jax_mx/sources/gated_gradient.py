@@ -1,7 +1,5 @@
 """The gradient of gates and ups, which both products of a backward pass take."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """An activation's results, of gates and ups that are two arrays: those of two products."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +7,7 @@ from typing import Any, ClassVar
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.signatures import Array, Role
-from jax_mx.facts.sources import Shape, Source, Spans, blocks_of
+from jax_mx.facts.sources import COLUMNS, ROWS, Shape, Source, Spans, blocks_of
 from jax_mx.facts.variants import Variant
 from jax_mx.sources.gated import ACTIVE, WEIGHTS, X
 
@@ -29,6 +27,7 @@ class GatedPairSource(Source):
     loaders: ClassVar[Mapping[str, str]] = {"cutedsl": "gated_pair"}
     tuned_as = "gated"
     of_rows_alone = True
+    split = (ROWS, COLUMNS), (ROWS, COLUMNS), (ROWS,)
 
     def __str__(self) -> str:
         return f"{self.activation}_pair"

@@ -1,12 +1,10 @@
 """The gradients of gates and of ups that are two arrays: those of two products."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
 from jax_mx.facts.signatures import Array, Role
-from jax_mx.facts.sources import Source
+from jax_mx.facts.sources import COLUMNS, ROWS, Source
 from jax_mx.sources.gated import ACTIVE, WEIGHTS, X
 
 
@@ -22,6 +20,7 @@ class PairGradientSource(Source):
     """
 
     activation: str = ACTIVE[0]
+    split = (ROWS, COLUMNS), (ROWS, COLUMNS), (ROWS,), (ROWS, COLUMNS)
 
     def __str__(self) -> str:
         return f"{self.activation}_pair_gradient"
@@ -52,10 +51,14 @@ class PairGradientSource(Source):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class KnownSource(Source):
-    """Floats x (T, K) that are there, and the amaxes of rows (1, T) and of columns (1, K)."""
+    """Floats x (T, K) that are there, and the amaxes of rows (1, T) and of columns (parts, K).
+
+    Columns have an amax in each of equal parts of the rows.
+    """
 
     of_rows_alone = True
     has_amaxes = True
+    split = (ROWS, COLUMNS), ("", ROWS), (ROWS, COLUMNS)
 
     def __str__(self) -> str:
         return "known"

@@ -1,7 +1,5 @@
 """Rows of a matrix: tokens that are routed to experts."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Runs AMD kernels on a CPU. Needs what the extra `emulator` brings."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 

@@ -1,7 +1,5 @@
 """A stand-in for libamdhip64: the functions that ffi/driver.h calls, over the emulator."""
 
-from __future__ import annotations
-
 import collections
 import ctypes
 import dataclasses

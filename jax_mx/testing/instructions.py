@@ -7,8 +7,6 @@ bits unsigned, e for a float16 there; m for a lane mask. Scalars are arrays (wav
 bool to a lane mask.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
@@ -262,10 +260,8 @@ SCALAR: Mapping[str, Op] = {
     "s_not_b32": ("u", _nonzero(np.invert)),
     "s_not_b64": ("U", _nonzero(np.invert)),
     "s_add_u32": ("uu", lambda x, y, _: (x + y, x + y < x)),
-    "s_addc_u32": (
-        "uu",
-        lambda x, y, c: (x + y + c.astype(U32), wide(x) + wide(y) + wide(c) > U64(0xFFFFFFFF)),
-    ),
+    "s_addc_u32": ("uu", lambda x, y,
+        c: (x + y + c.astype(U32), wide(x) + wide(y) + wide(c) > U64(0xFFFFFFFF))),
     "s_sub_u32": ("uu", lambda x, y, _: (x - y, x < y)),
     "s_subb_u32": ("uu", lambda x, y, c: (x - y - c.astype(U32), wide(x) < wide(y) + wide(c))),
     "s_add_i32": ("ii", _with_overflow(np.add)),
@@ -300,16 +296,12 @@ SCALAR: Mapping[str, Op] = {
     "s_and_saveexec_b64": ("UX", _saveexec(np.bitwise_and)),
     "s_or_saveexec_b64": ("UX", _saveexec(np.bitwise_or)),
     "s_andn2_saveexec_b64": ("UX", _saveexec(lambda x, e: x & ~e)),
-    **{
-        f"s_{cmp}_{name}_{kind}32": (kind * 2, lambda x, y, _, op=op: (None, op(x, y)))
-        for cmp in ("cmp", "cmpk")
-        for name, op in _compare.items()
-        for kind in "ui"
-        if name != "ne"
-    },
+    **{f"s_{cmp}_{name}_{kind}32": (kind * 2, lambda x, y, _,
+        op=op: (None, op(x, y))) for cmp in ("cmp", "cmpk") for name,
+        op in _compare.items() for kind in "ui" if name != "ne"},
     "s_cmp_eq_u64": ("UU", lambda x, y, _: (None, x == y)),
     "s_cmp_lg_u64": ("UU", lambda x, y, _: (None, x != y)),
-}
+}  # fmt: skip
 
 
 # ---- vector ---
@@ -323,18 +315,13 @@ VECTOR: Mapping[str, Op] = {
     "v_sub_u32 clamp": ("uu", lambda x, y: np.where(x < y, U32(0), x - y)),
     "v_subrev_u32": ("uu", lambda x, y: y - x),
     "v_add_co_u32": ("uu", lambda x, y: (x + y, x + y < x)),
-    "v_addc_co_u32": (
-        "uum",
-        lambda x, y, c: (x + y + c.astype(U32), wide(x) + wide(y) + wide(c) > U64(0xFFFFFFFF)),
-    ),
+    "v_addc_co_u32": ("uum", lambda x, y,
+        c: (x + y + c.astype(U32), wide(x) + wide(y) + wide(c) > U64(0xFFFFFFFF))),
     "v_add3_u32": ("uuu", lambda x, y, z: x + y + z),
     "v_xad_u32": ("uuu", lambda x, y, z: (x ^ y) + z),
     "v_mul_lo_u32": ("uu", np.multiply),
     "v_mul_hi_u32": ("uu", lambda x, y: (wide(x) * wide(y) >> U64(32)).astype(U32)),
-    "v_mad_u64_u32": (
-        "uuU",
-        lambda x, y, z: (wide(x) * wide(y) + z, wide(x) * wide(y) + z < z),
-    ),
+    "v_mad_u64_u32": ("uuU", lambda x, y, z: (wide(x) * wide(y) + z, wide(x) * wide(y) + z < z)),
     "v_mad_i64_i32": ("iiI", lambda x, y, z: (bits(wide(x) * wide(y) + z), None)),
     "v_and_b32": ("uu", np.bitwise_and),
     "v_or_b32": ("uu", np.bitwise_or),
@@ -345,10 +332,8 @@ VECTOR: Mapping[str, Op] = {
     "v_bfrev_b32": ("u", _reversed),
     "v_bfe_u32": ("uuu", _field),
     "v_perm_b32": ("uuu", _permute),
-    "v_alignbit_b32": (
-        "uuu",
-        lambda x, y, n: _right64(wide(x) << U64(32) | wide(y), n & U32(31)).astype(U32),
-    ),
+    "v_alignbit_b32": ("uuu", lambda x, y,
+        n: _right64(wide(x) << U64(32) | wide(y), n & U32(31)).astype(U32)),
     "v_pack_b32_f16": ("hh", lambda x, y: x | y << U32(16)),
     "v_lshlrev_b32": ("uu", lambda n, x: _left(x, n)),
     "v_lshrrev_b32": ("uu", lambda n, x: _right(x, n)),
@@ -388,10 +373,8 @@ VECTOR: Mapping[str, Op] = {
     "v_cvt_f64_i32": ("i", lambda x: x.astype(F64)),
     "v_cvt_f64_f32": ("f", lambda x: x.astype(F64)),
     "v_cvt_f32_f64": ("F", lambda x: x.astype(F32)),
-    "v_cvt_i32_f64": (
-        "F",
-        lambda x: bits(np.clip(np.nan_to_num(x, nan=0.0), -(2.0**31), 2.0**31 - 1).astype(I32)),
-    ),
+    "v_cvt_i32_f64": ("F",
+        lambda x: bits(np.clip(np.nan_to_num(x, nan=0.0), -(2.0**31), 2.0**31 - 1).astype(I32))),
     "v_add_f64": ("FF", np.add),
     "v_mul_f64": ("FF", np.multiply),
     "v_fma_f64": ("FFF", fused64),
@@ -401,18 +384,11 @@ VECTOR: Mapping[str, Op] = {
     "v_rcp_f64": ("F", _reciprocal64),
     "v_rsq_f64": ("F", _reciprocal_root64),
     "v_cvt_f16_f32": ("f", lambda x: x.astype(np.float16).view(np.uint16).astype(U32)),
-    **{
-        f"v_cmp_{name}_{kind}": (letter * 2, op)
-        for name, op in _compare.items()
-        for kind, letter in (("u32", "u"), ("i32", "i"), ("u64", "U"), ("i64", "I"), ("u16", "h"))
-        if name != "lg"
-    },
-    **{
-        f"v_cmp_{name}_{kind}": (letter * 2, op)
-        for name, op in _compare.items()
-        for kind, letter in (("f32", "f"), ("f64", "F"), ("f16", "e"))
-        if name not in ("ne", "lg")
-    },
+    **{f"v_cmp_{name}_{kind}": (letter * 2, op) for name, op in _compare.items() for kind,
+        letter in (("u32", "u"), ("i32", "i"), ("u64", "U"), ("i64", "I"),
+        ("u16", "h")) if name != "lg"},
+    **{f"v_cmp_{name}_{kind}": (letter * 2, op) for name, op in _compare.items() for kind,
+        letter in (("f32", "f"), ("f64", "F"), ("f16", "e")) if name not in ("ne", "lg")},
     "v_cmp_lg_f32": ("ff", lambda x, y: (x < y) | (x > y)),
     "v_cmp_neq_f32": ("ff", np.not_equal),
     "v_cmp_neq_f64": ("FF", np.not_equal),
@@ -423,7 +399,7 @@ VECTOR: Mapping[str, Op] = {
     },
     "v_cmp_u_f32": ("ff", lambda x, y: np.isnan(x) | np.isnan(y)),
     "v_cmp_o_f32": ("ff", lambda x, y: ~(np.isnan(x) | np.isnan(y))),
-}
+}  # fmt: skip
 
 
 # Any function of three bits, given as a table; the bits that it computes. What the others become

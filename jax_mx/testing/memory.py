@@ -1,7 +1,5 @@
 """Memory as an emulated kernel sees it: nothing exists but the buffers of the launch."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 import numpy as np
 from cutlass import Float32, Uint32, cute
-from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.activations import (
     ACTIVATIONS,
@@ -177,10 +176,7 @@ def turned(low: Uint32, high: Uint32) -> tuple[Uint32, Uint32]:
     return convert.bytes_of(low, high, 0x5410), convert.bytes_of(low, high, 0x7632)
 
 
-@dsl_user_op
-def gated(
-    name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str, *, loc=None, ip=None
-) -> Uint32:
+def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str) -> Uint32:
     """A word of act(gate) * up * weight, of words of gates and of ups, all of this dtype."""
     row = ACTIVATIONS[name]
     begin, part = _BEGIN, f"{_PARTS[row.unary]}{_rounded('t', row.rounding.part)}"
@@ -198,17 +194,10 @@ def gated(
         "float16": "cvt.rn.f16x2.f32 {$w0}, y1, y0; }",
         "bfloat16": "cvt.rn.bf16x2.f32 {$w0}, y1, y0; }",
     }[dtype]
-    return cute.arch.inline_ptx(
-        f"{begin}{''.join(each)}{end}",
-        write_only_types=[Uint32],
-        read_only_args=[gates, ups, weight],
-        loc=loc,
-        ip=ip,
-    )
+    return convert.ptx(f"{begin}{''.join(each)}{end}", Uint32, gates, ups, weight)
 
 
-@dsl_user_op
-def sums(words: list, *, loc=None, ip=None) -> list:
+def sums(words: list) -> list:
     """The bits of the sums of words' lower halves, and of their upper ones, all bfloat16.
 
     Neighbours are added, then neighbours of these, and so on.
@@ -223,29 +212,20 @@ def sums(words: list, *, loc=None, ip=None) -> list:
             code += "".join(f"add.rn.ftz.f32 {a}, {a}, {b}; " for a, b in pairs)
             left = left[::2]
         code += f"mov.b32 {{$w{half}}}, {left[0]}; "
-    found = cute.arch.inline_ptx(
-        f"{code}}}", write_only_types=[Uint32] * 2, read_only_args=words, loc=loc, ip=ip
-    )
+    found = convert.ptx(f"{code}}}", [Uint32] * 2, *words)
     return [*found]
 
 
-@dsl_user_op
-def plus(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+def plus(a: Uint32, b: Uint32) -> Uint32:
     """The bits of the sum of two float32, a zero for a subnormal."""
-    return cute.arch.inline_ptx(
+    code = (
         "{ .reg .f32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; add.rn.ftz.f32 a, a, b; "
-        "mov.b32 {$w0}, a; }",
-        write_only_types=[Uint32],
-        read_only_args=[a, b],
-        loc=loc,
-        ip=ip,
+        "mov.b32 {$w0}, a; }"
     )
+    return convert.ptx(code, Uint32, a, b)
 
 
-@dsl_user_op
-def gradients(
-    name: str, gates: Uint32, ups: Uint32, weight: Float32, dy: Uint32, *, loc=None, ip=None
-) -> list:
+def gradients(name: str, gates: Uint32, ups: Uint32, weight: Float32, dy: Uint32) -> list:
     """Words of the gradients of gates and of ups, of words of these and of the result's."""
     row = ACTIVATIONS[name]
     beyond = ""
@@ -261,12 +241,9 @@ def gradients(
         f"mul.rn.ftz.f32 z{i}, e, t; "
         for i in range(2)
     ]
-    found = cute.arch.inline_ptx(
+    code = (
         f"{_BEGIN}{''.join(each)}cvt.rn.bf16x2.f32 {{$w0}}, y1, y0; "
-        "cvt.rn.bf16x2.f32 {$w1}, z1, z0; }",
-        write_only_types=[Uint32] * 2,
-        read_only_args=[gates, ups, weight, dy],
-        loc=loc,
-        ip=ip,
+        "cvt.rn.bf16x2.f32 {$w1}, z1, z0; }"
     )
+    found = convert.ptx(code, [Uint32] * 2, gates, ups, weight, dy)
     return [*found]

@@ -11,13 +11,12 @@ its beginning, which the quantizer reads first.
 
 import cutlass
 from cutlass import Float32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import FLOAT_DTYPES
 from jax_mx.facts.launch import Extent, Factor, GridTerm, Scratch, constant
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, signature_of
-from jax_mx.kernels.cutedsl import activations
+from jax_mx.kernels.cutedsl import activations, convert
 from jax_mx.kernels.cutedsl.kernel import largest
 from jax_mx.kernels.cutedsl.products import ProductEntry, vector
 from jax_mx.sources.gated import GatedSource
@@ -28,27 +27,15 @@ from jax_mx.sources.pair_gradient import PairGradientSource
 MAGNITUDES = {2: 0x7FFF7FFF, 4: 0x7FFFFFFF}  # by the bytes of an element
 
 
-@dsl_user_op
-def larger(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+def larger(a: Uint32, b: Uint32) -> Uint32:
     """The larger halves of two words."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; max.u16x2 {$w0}, a, b; }",
-        write_only_types=[Uint32],
-        read_only_args=[a, b],
-        loc=loc,
-        ip=ip,
-    )
+    code = "{ .reg .b32 a, b; mov.b32 a, {$r0}; mov.b32 b, {$r1}; max.u16x2 {$w0}, a, b; }"
+    return convert.ptx(code, Uint32, a, b)
 
 
-@dsl_user_op
-def raise_to(address: Int64, value: Uint32, *, loc=None, ip=None) -> None:
+def raise_to(address: Int64, value: Uint32) -> None:
     """Makes a word of global memory the larger of itself and a value."""
-    cute.arch.inline_ptx(
-        "red.relaxed.gpu.global.max.u32 [{$r0}], {$r1};",
-        read_only_args=[address, value],
-        loc=loc,
-        ip=ip,
-    )
+    convert.ptx("red.relaxed.gpu.global.max.u32 [{$r0}], {$r1};", None, address, value)
 
 
 class Amaxes(ProductEntry):
@@ -197,7 +184,8 @@ class Amaxes(ProductEntry):
 class AmaxesOfMade(Amaxes):
     """Amaxes of floats that a source makes of gates, ups and weights; it also stores the floats.
 
-    A thread block takes 128 rows and 512 gates, or 256 where it makes gradients.
+    A thread block takes 128 rows and 512 gates, or 256 where it makes gradients. Columns have an
+    amax in each of as many parts of the rows as their array says, of whole tiles each.
     """
 
     def __init__(self, product: ProductKernel, arch: str, vectors: bool):
@@ -217,13 +205,14 @@ class AmaxesOfMade(Amaxes):
 
     @property
     def extents(self) -> list[Extent]:
-        """Rows; columns of x."""
-        return [Extent(0, i, i + 1) for i in range(2)]
+        """Rows; columns of x; parts of the rows."""
+        parts = Extent(self.signature.number(self.groups[0][1]), 0, 1)
+        return [*(Extent(0, i, i + 1) for i in range(2)), parts]
 
     @property
     def grid(self) -> list:
         """A thread block for each tile."""
-        sizes = zip(self.extents, (self.rows, self.halves * self.columns), strict=True)
+        sizes = zip(self.extents, (self.rows, self.halves * self.columns), strict=False)
         return [GridTerm(0, Factor(extent, size)).to_json() for extent, size in sizes]
 
     @property
@@ -248,7 +237,7 @@ class AmaxesOfMade(Amaxes):
     @cute.kernel
     def kernel(self, pointers, scalars):
         arrays = self.signature.named(pointers)
-        r, wide, _ = scalars
+        r, wide, count_of_parts, _ = scalars
         c = wide // self.halves
         warps: cutlass.Constexpr = self.threads // 32
         height: cutlass.Constexpr = self.rows // warps  # rows of a warp
@@ -261,7 +250,9 @@ class AmaxesOfMade(Amaxes):
         bid = count - 1 - bid
         warp, lane = tid // 32, tid % 32
         across = (c + self.columns - 1) // self.columns
-        row = bid // across * self.rows + warp * height
+        row = bid // across * self.rows
+        number = row // (r // count_of_parts)  # of the part
+        row = row + warp * height
         column = bid % across * self.columns
         below = cute.make_rmem_tensor((4, steps, parts), Uint32)
         below.fill(0)
@@ -285,7 +276,7 @@ class AmaxesOfMade(Amaxes):
                 raise_to(to + Int64(row + lane) * 4, rows_of_lane[a])
         for p in range_constexpr(parts):
             to = arrays[self.groups[p // self.side_by_side][1]].toint()
-            to = to + (Int64(p % self.side_by_side) * c + column) * 4
+            to = to + ((Int64(number) * self.side_by_side + p % self.side_by_side) * c + column) * 4
             self.raise_columns(to, below[None, None, p], c - column)
 
     @cute.jit

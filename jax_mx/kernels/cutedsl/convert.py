@@ -12,10 +12,10 @@ What archs lack is done by other instructions, with the same bits:
 
 import dataclasses
 import struct
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Uint32, cute
-from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import (
     MXFP4_E2M1,
@@ -65,20 +65,21 @@ def has(arch: str, capability: int) -> bool:
     return int(arch.removeprefix("sm_").rstrip("af")) >= capability
 
 
-@dsl_user_op
-def bits_to_float(bits: Uint32, *, loc=None, ip=None) -> Float32:
+def ptx(code: str, result: Any, *read: Any) -> Any:
+    """A value of this type that PTX writes to `{$w0}`, of those in `{$r0}`, `{$r1}` and so on.
+
+    Several values, for a list of types; none, for None.
+    """
+    types = result if result is None or isinstance(result, list) else [result]
+    return cute.arch.inline_ptx(code, write_only_types=types, read_only_args=[*read])
+
+
+def bits_to_float(bits: Uint32) -> Float32:
     """The float32 of these bits."""
-    return cute.arch.inline_ptx(
-        "mov.b32 {$w0}, {$r0};",
-        write_only_types=[Float32],
-        read_only_args=[bits],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("mov.b32 {$w0}, {$r0};", Float32, bits)
 
 
-@dsl_user_op
-def larger_magnitude(a: Uint32, b: Uint32, dtype: str, arch: str, *, loc=None, ip=None) -> Uint32:
+def larger_magnitude(a: Uint32, b: Uint32, dtype: str, arch: str) -> Uint32:
     """Per element max(|a|, |b|), NaN if either is; the sign is meaningless. One HMNMX2 or FMNMX."""
     kind = "b32" if dtype != "float32" else "f32"
     registers = ".reg .f32 a, b, d; mov.b32 a, {$r0}; mov.b32 b, {$r1}; "
@@ -91,9 +92,7 @@ def larger_magnitude(a: Uint32, b: Uint32, dtype: str, arch: str, *, loc=None, i
         if kind == "b32"
         else f"{{ {registers}{code}d, a, b; mov.b32 {{$w0}}, d; }}"
     )
-    return cute.arch.inline_ptx(
-        code, write_only_types=[Uint32], read_only_args=[a, b], loc=loc, ip=ip
-    )
+    return ptx(code, Uint32, a, b)
 
 
 @cute.jit
@@ -117,15 +116,9 @@ def largest_magnitude_bits(word: Uint32, dtype: cutlass.Constexpr) -> Uint32:
     return magnitude_bits(cutlass.max(low, high), 0, dtype)
 
 
-@dsl_user_op
-def _half_to_float_bits(half: Uint32, *, loc=None, ip=None) -> Uint32:
-    return cute.arch.inline_ptx(
-        "{ .reg .b16 h; .reg .f32 f; cvt.u16.u32 h, {$r0}; cvt.f32.f16 f, h; mov.b32 {$w0}, f; }",
-        write_only_types=[Uint32],
-        read_only_args=[half],
-        loc=loc,
-        ip=ip,
-    )
+def _half_to_float_bits(half: Uint32) -> Uint32:
+    code = "{ .reg .b16 h; .reg .f32 f; cvt.u16.u32 h, {$r0}; cvt.f32.f16 f, h; mov.b32 {$w0}, f; }"
+    return ptx(code, Uint32, half)
 
 
 @cute.jit
@@ -208,28 +201,15 @@ def shifted(words: list, first) -> list:
     return [funnel(words[i], words[i + 1], bits) for i in range(half)]
 
 
-@dsl_user_op
-def funnel(low: Uint32, high: Uint32, bits: Uint32, *, loc=None, ip=None) -> Uint32:
+def funnel(low: Uint32, high: Uint32, bits: Uint32) -> Uint32:
     """The 32 bits that begin `bits` (0 to 31) into two words."""
-    return cute.arch.inline_ptx(
-        "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};",
-        write_only_types=[Uint32],
-        read_only_args=[low, high, bits],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};", Uint32, low, high, bits)
 
 
-@dsl_user_op
-def bytes_of(low: Uint32, high: Uint32, select: int, *, loc=None, ip=None) -> Uint32:
+def bytes_of(low: Uint32, high: Uint32, select: int) -> Uint32:
     """A word of four bytes, by the digits of `select`, the lowest byte's last: 0 to 3 of `low`."""
-    return cute.arch.inline_ptx(
-        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, 0x{select:04x};",
-        write_only_types=[Uint32],
-        read_only_args=[low, high],
-        loc=loc,
-        ip=ip,
-    )
+    code = f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, 0x{select:04x};"
+    return ptx(code, Uint32, low, high)
 
 
 def turned_four(words: list) -> list:
@@ -240,14 +220,11 @@ def turned_four(words: list) -> list:
     return [bytes_of(low, high, select) for low, high, select in halves]
 
 
-@dsl_user_op
-def _multiply_bf16x2(a: Uint32, b: Uint32, arch: str, *, loc=None, ip=None) -> Uint32:
+def _multiply_bf16x2(a: Uint32, b: Uint32, arch: str) -> Uint32:
     code = "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};"
     if not has(arch, 90):  # plus -0, which changes no product
         code = "{ .reg .b32 c; mov.b32 c, 0x80008000; fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, c; }"
-    return cute.arch.inline_ptx(
-        code, write_only_types=[Uint32], read_only_args=[a, b], loc=loc, ip=ip
-    )
+    return ptx(code, Uint32, a, b)
 
 
 def pack_four(floats: list, to: Conversion) -> Uint32:
@@ -271,8 +248,7 @@ def pack_four(floats: list, to: Conversion) -> Uint32:
     return word & Uint32(_REST_OF_6_BITS) | largest | signs
 
 
-@dsl_user_op
-def _pack_in_integers(value: Float32, format: Format, *, loc=None, ip=None) -> Uint32:
+def _pack_in_integers(value: Float32, format: Format) -> Uint32:
     """A float's code of 6 or 8 bits, as `pack_four` has it, without a conversion.
 
     Added to 2^(e + 23 - mantissa_bits), where 2^e is the power of two below a number, or below the
@@ -283,7 +259,7 @@ def _pack_in_integers(value: Float32, format: Format, *, loc=None, ip=None) -> U
     smallest = 128 - format.bias  # exponent of the smallest normal number, as float32 has it
     largest = struct.unpack("<I", struct.pack("<f", format.max))[0]
     sign_down = 32 - format.bits
-    return cute.arch.inline_ptx(
+    code = (
         "{ .reg .pred p; .reg .f32 a, m, t; .reg .b32 e, k, n, s; "
         f"abs.f32 a, {{$r0}}; min.f32 a, a, 0f{largest:08X}; mov.b32 n, a; "
         f"max.u32 e, n, 0x{smallest << 23:08x}; and.b32 e, e, 0x7f800000; "
@@ -292,27 +268,18 @@ def _pack_in_integers(value: Float32, format: Format, *, loc=None, ip=None) -> U
         f"sub.u32 n, n, 0x{smallest << format.mantissa_bits:08x}; "
         f"mov.b32 s, {{$r0}}; shr.u32 s, s, {sign_down}; "
         f"and.b32 s, s, 0x{1 << format.bits - 1:02x}; or.b32 n, n, s; "
-        f"setp.nan.f32 p, {{$r0}}, {{$r0}}; selp.b32 {{$w0}}, 0x{format.nan_code:02x}, n, p; }}",
-        write_only_types=[Uint32],
-        read_only_args=[value],
-        loc=loc,
-        ip=ip,
+        f"setp.nan.f32 p, {{$r0}}, {{$r0}}; selp.b32 {{$w0}}, 0x{format.nan_code:02x}, n, p; }}"
     )
+    return ptx(code, Uint32, value)
 
 
-@dsl_user_op
-def _pack_four(
-    a: Float32, b: Float32, c: Float32, d: Float32, format, *, loc=None, ip=None
-) -> Uint32:
+def _pack_four(a: Float32, b: Float32, c: Float32, d: Float32, format) -> Uint32:
     cvt = f"cvt.rn.satfinite.{_ELEMENT[format]}x2.f32"
-    return cute.arch.inline_ptx(
+    code = (
         f"{{ .reg .b16 low, high; {cvt} low, {{$r1}}, {{$r0}}; {cvt} high, {{$r3}}, {{$r2}}; "
-        "mov.b32 {$w0}, {low, high}; }",
-        write_only_types=[Uint32],
-        read_only_args=[a, b, c, d],
-        loc=loc,
-        ip=ip,
+        "mov.b32 {$w0}, {low, high}; }"
     )
+    return ptx(code, Uint32, a, b, c, d)
 
 
 # ---- codes of pairs ---
@@ -412,8 +379,7 @@ def _signs(low: Uint32, high: Uint32) -> Uint32:
 _COUNTS_FROM = {"bf16x2": 0x43004300, "f16x2": 0x64006400}
 
 
-@dsl_user_op
-def _counted(pair: Uint32, kind: str, *, loc=None, ip=None) -> Uint32:
+def _counted(pair: Uint32, kind: str) -> Uint32:
     """`_COUNTS_FROM` + the e2m1 codes of the magnitudes of two scaled floats; of NaN the largest.
 
     Codes count steps: two a unit up to 2, one up to 4, a half beyond. So a code is the least of
@@ -431,21 +397,12 @@ def _counted(pair: Uint32, kind: str, *, loc=None, ip=None) -> Uint32:
         f"min.{kind} t, t, u; min.{kind} t, t, v; "
         f"mov.b32 d, 0x{_COUNTS_FROM[kind] + 7 * 0x10001:08x}; min.{kind} {{$w0}}, t, d; }}"
     )
-    return cute.arch.inline_ptx(
-        code, write_only_types=[Uint32], read_only_args=[pair], loc=loc, ip=ip
-    )
+    return ptx(code, Uint32, pair)
 
 
-@dsl_user_op
-def times_plus(a: Uint32, factor: int, b: Uint32, *, loc=None, ip=None) -> Uint32:
+def times_plus(a: Uint32, factor: int, b: Uint32) -> Uint32:
     """a * factor + b, in the pipe that has room, not by a shift."""
-    return cute.arch.inline_ptx(
-        f"mad.lo.u32 {{$w0}}, {{$r0}}, {factor}, {{$r1}};",
-        write_only_types=[Uint32],
-        read_only_args=[a, b],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx(f"mad.lo.u32 {{$w0}}, {{$r0}}, {factor}, {{$r1}};", Uint32, a, b)
 
 
 def _to_odd(value: Float32) -> Float32:
@@ -454,16 +411,9 @@ def _to_odd(value: Float32) -> Float32:
     return bits_to_float(bits | ((bits & Uint32(0x1FFF)) + Uint32(0x1FFF) & Uint32(0x2000)))
 
 
-@dsl_user_op
-def _cut_two(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
+def _cut_two(low: Float32, high: Float32) -> Uint32:
     """Two float16 in a word, rounded towards zero: exact, but far below the smallest code."""
-    return cute.arch.inline_ptx(
-        "cvt.rz.f16x2.f32 {$w0}, {$r1}, {$r0};",
-        write_only_types=[Uint32],
-        read_only_args=[low, high],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("cvt.rz.f16x2.f32 {$w0}, {$r1}, {$r0};", Uint32, low, high)
 
 
 def pack_products(floats: list, factor: Float32, arch: str) -> list:
@@ -476,8 +426,7 @@ def pack_products(floats: list, factor: Float32, arch: str) -> list:
     return pack_along([scaled_pair([word], inverses, to) for word in words], to)
 
 
-@dsl_user_op
-def _two_to_odd(low: Float32, high: Float32, arch: str, *, loc=None, ip=None) -> Uint32:
+def _two_to_odd(low: Float32, high: Float32, arch: str) -> Uint32:
     """Two floats cut to bfloat16, whose last bit is 1 if anything is cut off: as `_to_odd`."""
     odd = (
         "prmt.b32 c, a, b, 0x5410; prmt.b32 d, a, b, 0x7632; "
@@ -487,13 +436,8 @@ def _two_to_odd(low: Float32, high: Float32, arch: str, *, loc=None, ip=None) ->
         one = "and.b32 c, {0}, 0xffff; add.u32 c, c, 0xffff; and.b32 c, c, 0x10000; "
         one += "or.b32 {0}, {0}, c; "
         odd = one.format("a") + one.format("b") + "prmt.b32 {$w0}, a, b, 0x7632; }"
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 a, b, c, d; mov.b32 a, {$r0}; mov.b32 b, {$r1}; " + odd,
-        write_only_types=[Uint32],
-        read_only_args=[low, high],
-        loc=loc,
-        ip=ip,
-    )
+    code = "{ .reg .b32 a, b, c, d; mov.b32 a, {$r0}; mov.b32 b, {$r1}; " + odd
+    return ptx(code, Uint32, low, high)
 
 
 def _pack_e2m1(floats: list) -> list:
@@ -502,17 +446,11 @@ def _pack_e2m1(floats: list) -> list:
     return [_pack_eight_e2m1(floats[i : i + 8]) for i in range(0, len(floats), 8)]
 
 
-@dsl_user_op
-def _pack_eight_e2m1(floats: list, *, loc=None, ip=None) -> Uint32:
+def _pack_eight_e2m1(floats: list) -> Uint32:
     cvt = "cvt.rn.satfinite.e2m1x2.f32 b{0}, {{$r{2}}}, {{$r{1}}}; "
     code = "".join(cvt.format(i, 2 * i, 2 * i + 1) for i in range(4))
-    return cute.arch.inline_ptx(
-        f"{{ .reg .b8 b0, b1, b2, b3; {code}mov.b32 {{$w0}}, {{b0, b1, b2, b3}}; }}",
-        write_only_types=[Uint32],
-        read_only_args=floats,
-        loc=loc,
-        ip=ip,
-    )
+    text = f"{{ .reg .b8 b0, b1, b2, b3; {code}mov.b32 {{$w0}}, {{b0, b1, b2, b3}}; }}"
+    return ptx(text, Uint32, *floats)
 
 
 @cute.jit
@@ -539,25 +477,18 @@ def unpack_four(word: Uint32, to: Conversion) -> list:
     return [value * shift for value in unpack(word, WIDER[format])]
 
 
-@dsl_user_op
-def _unpack_four(word: Uint32, format, *, loc=None, ip=None) -> list:
+def _unpack_four(word: Uint32, format) -> list:
     cvt = f"cvt.rn.f16x2.{_ELEMENT[format]}x2"
-    return list(
-        cute.arch.inline_ptx(
-            "{ .reg .b16 low, high, h0, h1, h2, h3; .reg .b32 a, b; mov.b32 {low, high}, {$r0}; "
-            f"{cvt} a, low; {cvt} b, high; mov.b32 {{h0, h1}}, a; mov.b32 {{h2, h3}}, b; "
-            "cvt.f32.f16 {$w0}, h0; cvt.f32.f16 {$w1}, h1; "
-            "cvt.f32.f16 {$w2}, h2; cvt.f32.f16 {$w3}, h3; }",
-            write_only_types=[Float32] * 4,
-            read_only_args=[word],
-            loc=loc,
-            ip=ip,
-        )
+    code = (
+        "{ .reg .b16 low, high, h0, h1, h2, h3; .reg .b32 a, b; mov.b32 {low, high}, {$r0}; "
+        f"{cvt} a, low; {cvt} b, high; mov.b32 {{h0, h1}}, a; mov.b32 {{h2, h3}}, b; "
+        "cvt.f32.f16 {$w0}, h0; cvt.f32.f16 {$w1}, h1; "
+        "cvt.f32.f16 {$w2}, h2; cvt.f32.f16 {$w3}, h3; }"
     )
+    return list(ptx(code, [Float32] * 4, word))
 
 
-@dsl_user_op
-def _unpack_four_halves(word: Uint32, format, *, loc=None, ip=None) -> list:
+def _unpack_four_halves(word: Uint32, format) -> list:
     """`_unpack_four` without a conversion: e5m2 is the upper byte of a float16.
 
     Of e4m3 the bits, one place down, are a float16 times 2^-8; but for NaN, which is all ones.
@@ -579,15 +510,8 @@ def _unpack_four_halves(word: Uint32, format, *, loc=None, ip=None) -> list:
         + one.format(first + 1, "high")
         for first, select in ((0, 1404), (2, 3424))
     )
-    return list(
-        cute.arch.inline_ptx(
-            "{ .reg .pred p; .reg .b16 low, high; .reg .b32 h, s; .reg .f32 a, f; " + code + "}",
-            write_only_types=[Float32] * 4,
-            read_only_args=[word],
-            loc=loc,
-            ip=ip,
-        )
-    )
+    text = "{ .reg .pred p; .reg .b16 low, high; .reg .b32 h, s; .reg .f32 a, f; " + code + "}"
+    return list(ptx(text, [Float32] * 4, word))
 
 
 def unpack_nibbles(word: Uint32) -> list:
@@ -604,8 +528,7 @@ def expanded(words: list) -> list:
     return found
 
 
-@dsl_user_op
-def _unpack_four_e2m1(word: Uint32, *, loc=None, ip=None) -> list:
+def _unpack_four_e2m1(word: Uint32) -> list:
     """The float32 of four codes, one a byte: their bits are a float16's, times 2^14."""
     half = (
         "prmt.b32 p, {{$r0}}, 0, 0x{select}; shl.b32 s, p, 4; shl.b32 p, p, 1; "
@@ -613,42 +536,24 @@ def _unpack_four_e2m1(word: Uint32, *, loc=None, ip=None) -> list:
         "mul.rn.f16x2 p, p, t; mov.b32 {{low, high}}, p; "
         "cvt.f32.f16 {{$w{0}}}, low; cvt.f32.f16 {{$w{1}}}, high; "
     )
-    return list(
-        cute.arch.inline_ptx(
-            "{ .reg .b16 low, high; .reg .b32 p, s, t; mov.b32 t, 0x74007400; "
-            + half.format(0, 1, select=1404)
-            + half.format(2, 3, select=3424)
-            + "}",
-            write_only_types=[Float32] * 4,
-            read_only_args=[word],
-            loc=loc,
-            ip=ip,
-        )
+    code = (
+        "{ .reg .b16 low, high; .reg .b32 p, s, t; mov.b32 t, 0x74007400; "
+        + half.format(0, 1, select=1404)
+        + half.format(2, 3, select=3424)
+        + "}"
     )
+    return list(ptx(code, [Float32] * 4, word))
 
 
-@dsl_user_op
-def round_two(low: Float32, high: Float32, dtype: str, *, loc=None, ip=None) -> Uint32:
+def round_two(low: Float32, high: Float32, dtype: str) -> Uint32:
     """Two 16-bit floats in a word, rounded to nearest even; NaN gives 0x7FFF."""
-    return cute.arch.inline_ptx(
-        f"cvt.rn.{_SUFFIX[dtype]}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
-        write_only_types=[Uint32],
-        read_only_args=[low, high],
-        loc=loc,
-        ip=ip,
-    )
+    code = f"cvt.rn.{_SUFFIX[dtype]}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
+    return ptx(code, Uint32, low, high)
 
 
-@dsl_user_op
-def float_to_bits(value: Float32, *, loc=None, ip=None) -> Uint32:
+def float_to_bits(value: Float32) -> Uint32:
     """The bits of a float32."""
-    return cute.arch.inline_ptx(
-        "mov.b32 {$w0}, {$r0};",
-        write_only_types=[Uint32],
-        read_only_args=[value],
-        loc=loc,
-        ip=ip,
-    )
+    return ptx("mov.b32 {$w0}, {$r0};", Uint32, value)
 
 
 def round_all(floats: list, dtype: str) -> list:
@@ -682,8 +587,7 @@ def dequantized(words: list, factors: list, to: Conversion) -> list:
     return round_all(scaled(words, factors, to), to.dtype)
 
 
-@dsl_user_op
-def _unpack_e2m1_to_bf16(word: Uint32, arch: str, *, loc=None, ip=None) -> list:
+def _unpack_e2m1_to_bf16(word: Uint32, arch: str) -> list:
     """Two words of the bfloat16 of four codes, one a byte.
 
     A code times 2^6 + 2^12 has its magnitude where a bfloat16 has its exponent's last bits and its
@@ -697,32 +601,23 @@ def _unpack_e2m1_to_bf16(word: Uint32, arch: str, *, loc=None, ip=None) -> list:
     if not has(arch, 90):
         product, zero = "fma.rn.bf16x2 {{$w{0}}}, p, t, z", ".reg .b32 z; mov.b32 z, 0x80008000; "
     two = two.replace("{product}", product)
-    return list(
-        cute.arch.inline_ptx(
-            f"{{ .reg .b32 p, t; {zero}mov.b32 t, 0x7e807e80; "
-            + two.format(0, select=4140)
-            + two.format(1, select=4342)
-            + "}",
-            write_only_types=[Uint32] * 2,
-            read_only_args=[word],
-            loc=loc,
-            ip=ip,
-        )
+    code = (
+        f"{{ .reg .b32 p, t; {zero}mov.b32 t, 0x7e807e80; "
+        + two.format(0, select=4140)
+        + two.format(1, select=4342)
+        + "}"
     )
+    return list(ptx(code, [Uint32] * 2, word))
 
 
-@dsl_user_op
-def _byte_of_e2m1(byte: Uint32, *, loc=None, ip=None) -> Uint32:
+def _byte_of_e2m1(byte: Uint32) -> Uint32:
     """The bfloat16 of a byte's two codes: bits go where one times 2^-126 has them."""
-    return cute.arch.inline_ptx(
+    code = (
         "{ .reg .b32 s, m, t; mul.lo.u32 s, {$r0}, 0x01001000; and.b32 s, s, 0x80008000; "
         "mul.lo.u32 m, {$r0}, 0x00040040; and.b32 m, m, 0x01c001c0; or.b32 m, m, s; "
-        "mov.b32 t, 0x7e807e80; mul.rn.bf16x2 {$w0}, m, t; }",
-        write_only_types=[Uint32],
-        read_only_args=[byte],
-        loc=loc,
-        ip=ip,
+        "mov.b32 t, 0x7e807e80; mul.rn.bf16x2 {$w0}, m, t; }"
     )
+    return ptx(code, Uint32, byte)
 
 
 def dequantized_pairs(words: list, factors: list, to: Conversion) -> list:

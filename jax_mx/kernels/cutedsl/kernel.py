@@ -4,7 +4,6 @@ import dataclasses
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format
 from jax_mx.facts.layouts import ScaleLayout
@@ -192,88 +191,50 @@ def _list(names: list[str]) -> tuple[str, str]:
     return (f".v{len(names)}", f"{{{', '.join(names)}}}") if len(names) > 1 else ("", names[0])
 
 
-@dsl_user_op
-def _load_words(address: Int64, count: int, kept: bool, *, loc=None, ip=None) -> list:
+def _load_words(address: Int64, count: int, kept: bool) -> list:
     """Either kept or ahead."""
     vector, names = _list([f"{{$w{i}}}" for i in range(count)])
     begin, how, end = (_KEPT, "cache_hint", ", kept") if kept else ("{", "256B", "")
-    found = cute.arch.inline_ptx(
-        f"{begin} ld.global.L2::{how}{vector}.b32 {names}, [{{$r0}}]{end}; }}",
-        write_only_types=[Uint32] * count,
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
-    )
+    code = f"{begin} ld.global.L2::{how}{vector}.b32 {names}, [{{$r0}}]{end}; }}"
+    found = convert.ptx(code, [Uint32] * count, address)
     return [*found] if count > 1 else [found]
 
 
-@dsl_user_op
-def _load_words_of_row(
-    address: Int64, row: Int32, rows: Int32, count: int, kept: bool, *, loc=None, ip=None
-) -> list:
+def _load_words_of_row(address: Int64, row: Int32, rows: Int32, count: int, kept: bool) -> list:
     each = [f"{{$w{i}}}" for i in range(count)]
     vector, names = _list(each)
     begin, how, end = (_KEPT, ".L2::cache_hint", ", kept") if kept else ("{ ", "", "")
     zeros = " ".join(f"mov.b32 {name}, 0;" for name in each)
-    found = cute.arch.inline_ptx(
+    code = (
         f"{begin} .reg .pred there; setp.lt.u32 there, {{$r1}}, {{$r2}}; {zeros} "
-        f"@there ld.global{how}{vector}.b32 {names}, [{{$r0}}]{end}; }}",
-        write_only_types=[Uint32] * count,
-        read_only_args=[address, row, rows],
-        loc=loc,
-        ip=ip,
+        f"@there ld.global{how}{vector}.b32 {names}, [{{$r0}}]{end}; }}"
     )
+    found = convert.ptx(code, [Uint32] * count, address, row, rows)
     return [*found] if count > 1 else [found]
 
 
-@dsl_user_op
-def _store_kept(address: Int64, words: list, bits: int = 32, *, loc=None, ip=None) -> None:
+def _store_kept(address: Int64, words: list, bits: int = 32) -> None:
     vector, names = _list([f"{{$r{1 + i}}}" for i in range(len(words))])
-    cute.arch.inline_ptx(
-        f"{_KEPT} st.global.L2::cache_hint{vector}.b{bits} [{{$r0}}], {names}, kept; }}",
-        read_only_args=[address, *words],
-        loc=loc,
-        ip=ip,
-    )
+    code = f"{_KEPT} st.global.L2::cache_hint{vector}.b{bits} [{{$r0}}], {names}, kept; }}"
+    convert.ptx(code, None, address, *words)
 
 
-@dsl_user_op
-def mapped(address: Int32, rank: Int32, *, loc=None, ip=None) -> Int32:
+def mapped(address: Int32, rank: Int32) -> Int32:
     """Where an address of shared memory is in the cluster's thread block of this rank."""
-    return cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Int32],
-        read_only_args=[Int32(address), Int32(rank)],
-        loc=loc,
-        ip=ip,
-    )
+    code = "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};"
+    return convert.ptx(code, Int32, Int32(address), Int32(rank))
 
 
-@dsl_user_op
-def two_of_block(address: Int32, dtype=Float32, *, loc=None, ip=None) -> list:
+def two_of_block(address: Int32, dtype=Float32) -> list:
     """Two floats, or words, at an address that `mapped` gives."""
     kind = "f32" if dtype is Float32 else "b32"
-    return list(
-        cute.arch.inline_ptx(
-            f"ld.shared::cluster.v2.{kind} {{{{$w0}}, {{$w1}}}}, [{{$r0}}];",
-            write_only_types=[dtype] * 2,
-            read_only_args=[Int32(address)],
-            loc=loc,
-            ip=ip,
-        )
-    )
+    code = f"ld.shared::cluster.v2.{kind} {{{{$w0}}, {{$w1}}}}, [{{$r0}}];"
+    return list(convert.ptx(code, [dtype] * 2, Int32(address)))
 
 
-@dsl_user_op
-def largest(a: Uint32, *, loc=None, ip=None) -> Uint32:
+def largest(a: Uint32) -> Uint32:
     """The largest of all lanes' words."""
-    return cute.arch.inline_ptx(
-        "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;",
-        write_only_types=[Uint32],
-        read_only_args=[a],
-        loc=loc,
-        ip=ip,
-    )
+    return convert.ptx("redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", Uint32, a)
 
 
 # ---- scales ---

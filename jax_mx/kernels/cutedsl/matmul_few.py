@@ -22,7 +22,6 @@ import dataclasses
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.launch import Extent, Factor
@@ -35,57 +34,33 @@ from jax_mx.kernels.cutedsl.products import NO_ADDRESS, ProductEntry, load_share
 LINE = 64  # bytes of a row of W in a stage
 
 
-@dsl_user_op
-def copy_16(to: Int32, at: Int64, size: Int32, *, loc=None, ip=None) -> None:
+def copy_16(to: Int32, at: Int64, size: Int32) -> None:
     """Asks for 16 bytes of global memory; where `size` is 0, for 16 zeros."""
-    cute.arch.inline_ptx(
-        "cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[Int32(to), Int64(at), Int32(size)],
-        loc=loc,
-        ip=ip,
-    )
+    code = "cp.async.cg.shared.global.L2::256B [{$r0}], [{$r1}], 16, {$r2};"
+    convert.ptx(code, None, Int32(to), Int64(at), Int32(size))
 
 
-@dsl_user_op
-def product(a: list, b: list, sums: list | None = None, *, loc=None, ip=None) -> list:
+def product(a: list, b: list, sums: list | None = None) -> list:
     """A lane's part of a (16, 16) times b (16, 8), in bfloat16, plus sums or zeros."""
     begin = "{ .reg .f32 z; mov.f32 z, 0f00000000; "
     added = "z, z, z, z" if sums is None else "{$r6}, {$r7}, {$r8}, {$r9}"
-    return list(
-        cute.arch.inline_ptx(
-            begin + "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-            "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
-            "{" + added + "}; }",
-            write_only_types=[Float32] * 4,
-            read_only_args=[*a, *b, *(sums or [])],
-            loc=loc,
-            ip=ip,
-        )
+    code = (
+        begin + "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
+        "{" + added + "}; }"
     )
+    return list(convert.ptx(code, [Float32] * 4, *a, *b, *(sums or [])))
 
 
-@dsl_user_op
-def times(word: Uint32, factor: Uint32, *, loc=None, ip=None) -> Uint32:
+def times(word: Uint32, factor: Uint32) -> Uint32:
     """Two bfloat16 times two."""
-    return cute.arch.inline_ptx(
-        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Uint32],
-        read_only_args=[word, factor],
-        loc=loc,
-        ip=ip,
-    )
+    return convert.ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", Uint32, word, factor)
 
 
-@dsl_user_op
-def times_2_to_126(word: Uint32, *, loc=None, ip=None) -> Uint32:
+def times_2_to_126(word: Uint32) -> Uint32:
     """Two bfloat16 times 2^126."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 t; mov.b32 t, 0x7e807e80; mul.rn.bf16x2 {$w0}, {$r0}, t; }",
-        write_only_types=[Uint32],
-        read_only_args=[word],
-        loc=loc,
-        ip=ip,
-    )
+    code = "{ .reg .b32 t; mov.b32 t, 0x7e807e80; mul.rn.bf16x2 {$w0}, {$r0}, t; }"
+    return convert.ptx(code, Uint32, word)
 
 
 def spread_e2m1(word: Uint32) -> list:
@@ -100,30 +75,19 @@ def spread_e2m1(word: Uint32) -> list:
     return found
 
 
-@dsl_user_op
-def word_of_block(address: Int32, *, loc=None, ip=None) -> Int32:
+def word_of_block(address: Int32) -> Int32:
     """An integer at an address that `mapped` gives."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.b32 {$w0}, [{$r0}];",
-        write_only_types=[Int32],
-        read_only_args=[Int32(address)],
-        loc=loc,
-        ip=ip,
-    )
+    return convert.ptx("ld.shared::cluster.b32 {$w0}, [{$r0}];", Int32, Int32(address))
 
 
-@dsl_user_op
-def factors_of(pair: Uint32, *, loc=None, ip=None) -> Uint32:
+def factors_of(pair: Uint32) -> Uint32:
     """Two scales' bytes as two bfloat16: powers of two, NaN of 255; 2^-127 is subnormal."""
-    return cute.arch.inline_ptx(
+    code = (
         "{ .reg .b32 h, v, n, m; prmt.b32 h, {$r0}, 0, 0x4140; shl.b32 v, h, 7; "
         "add.u32 n, h, 0x00010001; shr.u32 n, n, 2; and.b32 n, n, 0x00400040; or.b32 v, v, n; "
-        "mov.b32 m, 0x00400040; max.u16x2 {$w0}, v, m; }",
-        write_only_types=[Uint32],
-        read_only_args=[pair],
-        loc=loc,
-        ip=ip,
+        "mov.b32 m, 0x00400040; max.u16x2 {$w0}, v, m; }"
     )
+    return convert.ptx(code, Uint32, pair)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ import dataclasses
 
 import cutlass
 from cutlass import Float32, Float64, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.kernels import geometry
@@ -33,49 +32,35 @@ _WIDEN = {
 SUM = {"bfloat16": Float32, "float16": Float32, "float32": Float64}  # what squares are added in
 
 
-@dsl_user_op
-def plus_squares(word: Uint32, a: Float32, b: Float32, dtype: str, *, loc=None, ip=None) -> list:
+def plus_squares(word: Uint32, a: Float32, b: Float32, dtype: str) -> list:
     """Two sums and the squares of a word's elements; those below 2^-126 are zeros."""
-    return list(
-        cute.arch.inline_ptx(
-            f"{{ {_WIDEN[dtype]}"
-            "mul.rn.ftz.f32 a, a, a; mul.rn.ftz.f32 b, b, b; "
-            "add.rn.ftz.f32 {$w0}, {$r1}, a; add.rn.ftz.f32 {$w1}, {$r2}, b; }",
-            write_only_types=[Float32] * 2,
-            read_only_args=[word, a, b],
-            loc=loc,
-            ip=ip,
-        )
+    code = (
+        f"{{ {_WIDEN[dtype]}"
+        "mul.rn.ftz.f32 a, a, a; mul.rn.ftz.f32 b, b, b; "
+        "add.rn.ftz.f32 {$w0}, {$r1}, a; add.rn.ftz.f32 {$w1}, {$r2}, b; }"
     )
+    return list(convert.ptx(code, [Float32] * 2, word, a, b))
 
 
-@dsl_user_op
-def plus_square(word: Uint32, total: Float64, *, loc=None, ip=None) -> Float64:
+def plus_square(word: Uint32, total: Float64) -> Float64:
     """A sum and the square of a float32, exact in float64; of a subnormal one of 0."""
-    return cute.arch.inline_ptx(
+    code = (
         "{ .reg .f32 a; .reg .f64 d; mov.b32 a, {$r0}; cvt.ftz.f64.f32 d, a; "
-        "fma.rn.f64 {$w0}, d, d, {$r1}; }",
-        write_only_types=[Float64],
-        read_only_args=[word, total],
-        loc=loc,
-        ip=ip,
+        "fma.rn.f64 {$w0}, d, d, {$r1}; }"
     )
+    return convert.ptx(code, Float64, word, total)
 
 
-@dsl_user_op
-def _sum_of_two(a: Uint32, b: Uint32, *, loc=None, ip=None) -> Uint32:
+def _sum_of_two(a: Uint32, b: Uint32) -> Uint32:
     """The sums of two words' bfloat16."""
     each = "shl.b32 w, {$r%d}, 16; mov.b32 %s, w; and.b32 w, {$r%d}, 0xFFFF0000; mov.b32 %s, w; "
-    return cute.arch.inline_ptx(
+    code = (
         "{ .reg .b32 w; .reg .f32 a, b, c, d; "
         + each % (0, "a", 0, "b")
         + each % (1, "c", 1, "d")
-        + "add.rn.ftz.f32 a, a, c; add.rn.ftz.f32 b, b, d; cvt.rn.bf16x2.f32 {$w0}, b, a; }",
-        write_only_types=[Uint32],
-        read_only_args=[a, b],
-        loc=loc,
-        ip=ip,
+        + "add.rn.ftz.f32 a, a, c; add.rn.ftz.f32 b, b, d; cvt.rn.bf16x2.f32 {$w0}, b, a; }"
     )
+    return convert.ptx(code, Uint32, a, b)
 
 
 @cute.jit
@@ -96,38 +81,27 @@ def normed(words: list, factor, weights, dtype: str) -> list:
     ]
 
 
-@dsl_user_op
-def _normed_one(word: Uint32, factor: Float64, a: Float32, *, loc=None, ip=None) -> Uint32:
-    return cute.arch.inline_ptx(
+def _normed_one(word: Uint32, factor: Float64, a: Float32) -> Uint32:
+    code = (
         "{ .reg .f32 a; .reg .f64 x, y; mov.b32 a, {$r0}; cvt.ftz.f64.f32 x, a; "
         "cvt.f64.f32 y, {$r2}; mul.rn.f64 x, x, {$r1}; mul.rn.f64 x, x, y; cvt.rn.f32.f64 a, x; "
-        "add.rn.ftz.f32 a, a, 0f80000000; mov.b32 {$w0}, a; }",
-        write_only_types=[Uint32],
-        read_only_args=[word, factor, a],
-        loc=loc,
-        ip=ip,
+        "add.rn.ftz.f32 a, a, 0f80000000; mov.b32 {$w0}, a; }"
     )
+    return convert.ptx(code, Uint32, word, factor, a)
 
 
-@dsl_user_op
-def _normed_two(
-    word: Uint32, factor: Float32, a: Float32, b: Float32, dtype: str, *, loc=None, ip=None
-) -> Uint32:
+def _normed_two(word: Uint32, factor: Float32, a: Float32, b: Float32, dtype: str) -> Uint32:
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    return cute.arch.inline_ptx(
+    code = (
         f"{{ {_WIDEN[dtype]}"
         "mul.rn.ftz.f32 a, a, {$r1}; mul.rn.ftz.f32 b, b, {$r1}; "
         "mul.rn.ftz.f32 a, a, {$r2}; mul.rn.ftz.f32 b, b, {$r3}; "
-        f"cvt.rn.{kind}.f32 {{$w0}}, b, a; }}",
-        write_only_types=[Uint32],
-        read_only_args=[word, factor, a, b],
-        loc=loc,
-        ip=ip,
+        f"cvt.rn.{kind}.f32 {{$w0}}, b, a; }}"
     )
+    return convert.ptx(code, Uint32, word, factor, a, b)
 
 
-@dsl_user_op
-def factor_of(total, length: Int32, eps: Int32, *, loc=None, ip=None):
+def factor_of(total, length: Int32, eps: Int32):
     """sqrt(length / (total + length * eps)) in float64; `eps` are the bits of a float32.
 
     Of a float32 it is rounded to one.
@@ -160,15 +134,12 @@ def factor_of(total, length: Int32, eps: Int32, *, loc=None, ip=None):
             "setp.eq.f64 p, d, 0d0000000000000000; selp.f64 g, 0d7FF0000000000000, g, p; "
             "setp.eq.f64 p, d, 0d7FF0000000000000; selp.f64 {$w0}, 0d0000000000000000, g, p; }"
         )
-    return cute.arch.inline_ptx(
+    code = (
         "{ .reg .f64 d, n, e, y, m, r, q, g, h; .reg .f32 f; .reg .pred p; mov.b32 f, {$r2}; "
         f"cvt.f64.f32 e, f; {take}cvt.rn.f64.s32 n, {{$r1}}; mul.rn.f64 e, n, e; "
-        f"add.rn.f64 d, d, e; {quotient}{root}{give}",
-        write_only_types=[kind],
-        read_only_args=[total, Int32(length), Int32(eps)],
-        loc=loc,
-        ip=ip,
+        f"add.rn.f64 d, d, e; {quotient}{root}{give}"
     )
+    return convert.ptx(code, kind, total, Int32(length), Int32(eps))
 
 
 def over_warp(value):
@@ -681,30 +652,20 @@ class NormedTiled(Tiled):
                     words[w, i] = made[w]
 
 
-@dsl_user_op
-def publish(address: Int64, bits: Uint32, *, loc=None, ip=None) -> None:
+def publish(address: Int64, bits: Uint32) -> None:
     """Stores a word that other thread blocks wait for."""
-    cute.arch.inline_ptx(
-        "st.relaxed.gpu.global.b32 [{$r0}], {$r1};",
-        read_only_args=[address, bits],
-        loc=loc,
-        ip=ip,
-    )
+    convert.ptx("st.relaxed.gpu.global.b32 [{$r0}], {$r1};", None, address, bits)
 
 
-@dsl_user_op
-def awaited(address: Int64, polls: int, *, loc=None, ip=None) -> Uint32:
+def awaited(address: Int64, polls: int) -> Uint32:
     """The word that another thread block stores, or `NOT_READY` after so many looks at it.
 
     The loop ends because it counts.
     """
-    return cute.arch.inline_ptx(
+    code = (
         "{ .reg .pred p; .reg .b32 n, v; mov.b32 n, 0; LOOK: "
         f"ld.relaxed.gpu.global.b32 v, [{{$r0}}]; setp.ne.b32 p, v, {NOT_READY}; @p bra SEEN; "
         f"nanosleep.u32 100; add.u32 n, n, 1; setp.lt.u32 p, n, {polls}; @p bra LOOK; SEEN: "
-        "mov.b32 {$w0}, v; }",
-        write_only_types=[Uint32],
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
+        "mov.b32 {$w0}, v; }"
     )
+    return convert.ptx(code, Uint32, address)

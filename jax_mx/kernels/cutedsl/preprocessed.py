@@ -8,7 +8,6 @@ import dataclasses
 
 import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute, range_constexpr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.kinds import Kind
@@ -109,18 +108,12 @@ def widened(words: list, dtype: str) -> list:
     return [convert.bits_to_float(word) for word in bits]
 
 
-@dsl_user_op
-def _widened_halves(word: Uint32, *, loc=None, ip=None) -> list:
-    return list(
-        cute.arch.inline_ptx(
-            "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
-            "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }",
-            write_only_types=[Float32] * 2,
-            read_only_args=[word],
-            loc=loc,
-            ip=ip,
-        )
+def _widened_halves(word: Uint32) -> list:
+    code = (
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+        "cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high; }"
     )
+    return list(convert.ptx(code, [Float32] * 2, word))
 
 
 # ---- the Hadamard transform ---
@@ -184,27 +177,13 @@ def _exchanged(value: Float32, sign: Float32, lanes: int) -> Float32:
     return _times_plus_ftz(value, sign, convert.bits_to_float(other))
 
 
-@dsl_user_op
-def _ftz(op: str, a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+def _ftz(op: str, a: Float32, b: Float32) -> Float32:
     """The operation, in which subnormal operands and results are zeros of their sign."""
-    return cute.arch.inline_ptx(
-        f"{op}.rn.ftz.f32 {{$w0}}, {{$r0}}, {{$r1}};",
-        write_only_types=[Float32],
-        read_only_args=[a, b],
-        loc=loc,
-        ip=ip,
-    )
+    return convert.ptx(f"{op}.rn.ftz.f32 {{$w0}}, {{$r0}}, {{$r1}};", Float32, a, b)
 
 
-@dsl_user_op
-def _times_plus_ftz(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
-    return cute.arch.inline_ptx(
-        "fma.rn.ftz.f32 {$w0}, {$r0}, {$r1}, {$r2};",
-        write_only_types=[Float32],
-        read_only_args=[a, b, c],
-        loc=loc,
-        ip=ip,
-    )
+def _times_plus_ftz(a: Float32, b: Float32, c: Float32) -> Float32:
+    return convert.ptx("fma.rn.ftz.f32 {$w0}, {$r0}, {$r1}, {$r2};", Float32, a, b, c)
 
 
 # ---- stochastic rounding ---
@@ -214,17 +193,13 @@ def _or_one(prescale: Int32) -> Float32:
     return convert.bits_to_float(Uint32(bits))
 
 
-@dsl_user_op
-def _times_if_any(value: Float32, prescale: Int32, *, loc=None, ip=None) -> Float32:
+def _times_if_any(value: Float32, prescale: Int32) -> Float32:
     """value * prescale, given by its bits; where there is none, value with all its bits."""
-    return cute.arch.inline_ptx(
+    code = (
         "{ .reg .pred p; .reg .f32 f; setp.ne.s32 p, {$r1}, 0; mov.b32 f, {$r1}; "
-        "mov.f32 {$w0}, {$r0}; @p mul.rn.ftz.f32 {$w0}, {$r0}, f; }",
-        write_only_types=[Float32],
-        read_only_args=[value, prescale],
-        loc=loc,
-        ip=ip,
+        "mov.f32 {$w0}, {$r0}; @p mul.rn.ftz.f32 {$w0}, {$r0}, f; }"
     )
+    return convert.ptx(code, Float32, value, prescale)
 
 
 def random_codes(floats: list, by: Float32, seed: Uint32, place: Place) -> list:
@@ -267,20 +242,16 @@ def _noise(word: Uint32) -> list:
     return [((word << Uint32(12)) ^ upper) & mask, upper & mask]
 
 
-@dsl_user_op
-def _code(value: Float32, noise: Uint32, *, loc=None, ip=None) -> Uint32:
+def _code(value: Float32, noise: Uint32) -> Uint32:
     """The e2m1 code in the upper four bits, rounded by noise in bits 12 to 27; of NaN the largest.
 
     Above 1 the bits of a float32 count codes, by 2^22 each; below, those of 2 x + 2 do. The larger
     of both, 64 times, plus the noise, has the code above bit 28.
     """
-    return cute.arch.inline_ptx(
+    code = (
         "{ .reg .f32 a, s; .reg .b32 g, h, v; abs.f32 a, {$r0}; min.f32 a, a, 0f40C00000; "
         "fma.rz.f32 s, a, 0f40000000, 0f40000000; mov.b32 g, a; mov.b32 h, s; "
         "add.u32 g, g, 0x01000000; max.u32 g, g, h; mad.lo.u32 g, g, 64, {$r1}; "
-        "mov.b32 v, {$r0}; and.b32 v, v, 0x80000000; or.b32 {$w0}, g, v; }",
-        write_only_types=[Uint32],
-        read_only_args=[value, noise],
-        loc=loc,
-        ip=ip,
+        "mov.b32 v, {$r0}; and.b32 v, v, 0x80000000; or.b32 {$w0}, g, v; }"
     )
+    return convert.ptx(code, Uint32, value, noise)

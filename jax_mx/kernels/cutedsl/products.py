@@ -12,7 +12,6 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
-from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
 from jax_mx.facts.launch import (
@@ -38,39 +37,24 @@ HEAD = 1024  # bytes of shared memory before the tiles: barriers
 NO_ADDRESS = 1 << 62  # a multiple of it is the pointer to an array that is not there, no other
 
 
-@dsl_user_op
-def load_shared(address: Uint32, bits: int, *, loc=None, ip=None) -> Uint32:
+def load_shared(address: Uint32, bits: int) -> Uint32:
     """A byte or two of shared memory, widened. Not volatile: barriers are what orders it."""
-    return cute.arch.inline_ptx(
-        f"{{ .reg .u16 t; ld.shared.u{bits} t, [{{$r0}}]; cvt.u32.u16 {{$w0}}, t; }}",
-        write_only_types=[Uint32],
-        read_only_args=[Uint32(address)],
-        loc=loc,
-        ip=ip,
-    )
+    code = f"{{ .reg .u16 t; ld.shared.u{bits} t, [{{$r0}}]; cvt.u32.u16 {{$w0}}, t; }}"
+    return convert.ptx(code, Uint32, Uint32(address))
 
 
-@dsl_user_op
-def load_columns(address: Uint32, *, loc=None, ip=None) -> list:
+def load_columns(address: Uint32) -> list:
     """Four 8 x 8 matrices of 16 bits, transposed, as wgmma's first operand wants them.
 
     A lane's word of each has rows 2q and 2q + 1 of column g, for g = lane / 4 and q = lane % 4;
     its address is that of row `lane` of the 32, of 16 bytes.
     """
-    return list(
-        cute.arch.inline_ptx(
-            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Uint32] * 4,
-            read_only_args=[Uint32(address)],
-            loc=loc,
-            ip=ip,
-        )
-    )
+    code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return list(convert.ptx(code, [Uint32] * 4, Uint32(address)))
 
 
-@dsl_user_op
 def store_if(
-    address: Int64, values: list, index: int, count: Int32, streams=False, *, loc=None, ip=None
+    address: Int64, values: list, index: int, count: Int32, streams=False
 ) -> None:  # fmt: skip
     """Words, two or four, or a Uint16, to global memory if index < count: without a branch.
 
@@ -82,27 +66,17 @@ def store_if(
     names = ", ".join(f"{{$r{i + 2}}}" for i in range(len(values)))
     names = "{" + names + "}" if vector else names
     kind = f"{'.cs' * streams}{vector}.{kind}"
-    cute.arch.inline_ptx(
+    code = (
         f"{{ .reg .pred p; setp.lt.s32 p, {index}, {{$r1}}; "
-        f"@p st.global{kind} [{{$r0}}], {names}; }}",
-        read_only_args=[Int64(address), Int32(count), *values],
-        loc=loc,
-        ip=ip,
+        f"@p st.global{kind} [{{$r0}}], {names}; }}"
     )
+    convert.ptx(code, None, Int64(address), Int32(count), *values)
 
 
-@dsl_user_op
-def four_kept(address: Uint32, *, loc=None, ip=None) -> list:
+def four_kept(address: Uint32) -> list:
     """Four integers of shared memory, read where it says and not before."""
-    return list(
-        cute.arch.inline_ptx(
-            "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-            write_only_types=[Int32] * 4,
-            read_only_args=[Uint32(address)],
-            loc=loc,
-            ip=ip,
-        )
-    )
+    code = "ld.volatile.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return list(convert.ptx(code, [Int32] * 4, Uint32(address)))
 
 
 BFLOAT16, FLOAT16, FLOAT32 = range(len(RESULTS))  # y's dtypes, as kernels know them

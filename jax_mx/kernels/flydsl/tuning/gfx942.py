@@ -3,12 +3,8 @@
 ROWS = [
     # The side of the tiles of the other forms is no row: it follows from a wave's 32 rows and four
     # waves.
-    {
-        "kernel": "quantize.Flat",
-        "where": {},
-        "value": {"waves": 4},
-        "why": "A workgroup has a wave for each SIMD unit of a compute unit.",
-    },
+    {"kernel": "quantize.Flat", "where": {}, "value": {"waves": 4},
+        "why": "A workgroup has a wave for each SIMD unit of a compute unit."},
     {
         # 8 rounds of a wave's rows of float32, 4 of others.
         "kernel": "quantize.Rows",
@@ -24,10 +20,6 @@ ROWS = [
         "value": {"lag": 16},
         "why": "About 14 bands of 128 rows of 7168 columns are under way at once.",
     },
-    {
-        "kernel": "dequantize.Flat",
-        "where": {},
-        "value": {"waves": 4},
-        "why": "A workgroup has a wave for each SIMD unit of a compute unit.",
-    },
-]
+    {"kernel": "dequantize.Flat", "where": {}, "value": {"waves": 4},
+        "why": "A workgroup has a wave for each SIMD unit of a compute unit."},
+]  # fmt: skip

@@ -1,0 +1,74 @@
+"""Writes a checkpoint of a Llama with random weights in MXFP4, as llm-compressor lays it out.
+
+    python examples/random_llama.py FOLDER              # a tiny one
+    python examples/random_llama.py FOLDER --size 8b    # of the shapes of Llama-3-8B, 6 GB
+
+`examples/serve.py FOLDER` generates with it, and `jax_mx.load_checkpoint(FOLDER)` reads it.
+"""
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.progress import track
+
+import jax_mx
+
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
+         "num_attention_heads", "num_key_value_heads", "vocab_size", "rope_theta")  # fmt: skip
+SIZES = {
+    "tiny": dict(zip(NAMES, (128, 256, 2, 32, 4, 2, 256, 500_000), strict=True)),
+    "8b": dict(zip(NAMES, (4096, 14336, 32, 128, 32, 8, 128256, 500_000), strict=True)),
+}
+
+
+def write(folder: Path, size: str) -> None:
+    """Random weights with a Llama's names, in MXFP4 as compressed-tensors keeps it."""
+    width, inner, layers, d, heads, groups, vocabulary, _ = SIZES[size].values()
+    shapes = {
+        "q_proj": (heads * d, width),
+        "k_proj": (groups * d, width),
+        "o_proj": (width, heads * d),
+    }
+    shapes |= {"gate_proj": (inner, width), "down_proj": (width, inner)}
+    alike = {"v_proj": "k_proj", "up_proj": "gate_proj"}
+    config = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SIZES[size] | {"quantization_config": config}))
+
+    @partial(jax.jit, static_argnums=1)
+    def weight(seed, shape):
+        return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) * shape[1] ** -0.5
+
+    ones = jnp.ones(width, jnp.bfloat16)
+    for i in track(range(layers), "writing layers", transient=True):
+        file = {f"model.layers.{i}.{n}_layernorm.weight": ones for n in ("input", "post_attention")}
+        for seed, name in enumerate((*shapes, *alike)):
+            part = "mlp" if name in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+            w = weight(100 * i + seed, shapes[alike.get(name, name)])
+            q, at = jax_mx.quantize(w, "mxfp4_e2m1"), f"model.layers.{i}.{part}.{name}.weight"
+            file |= {f"{at}_packed": q.values, f"{at}_scale": np.asarray(q.scales).view(np.uint8)}
+        jax_mx.save_safetensors(file, folder / f"layer-{i}.safetensors")
+    table = weight(99, (vocabulary, width))
+    file = {"model.embed_tokens.weight": table, "lm_head.weight": table, "model.norm.weight": ones}
+    jax_mx.save_safetensors(file, folder / "tables.safetensors")
+
+
+def main() -> None:
+    """Writes it, and says how large it is."""
+    parser = argparse.ArgumentParser(description="Writes a random Llama in MXFP4.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    options = parser.parse_args()
+    write(options.folder, options.size)
+    files = [*options.folder.glob("*.safetensors")]
+    size = sum(file.stat().st_size for file in files) / 1e9
+    print(f"{len(files)} files in {options.folder}, {size:.4f} GB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Generates tokens with a Llama whose weights are in MX, as a checkpoint on a disk has them.
+
+    python examples/serve.py FOLDER --prompt 1 15043 3186   # config.json and .safetensors files
+    python examples/serve.py                                # of a tiny one with random weights
+
+`random_llama.py` writes a checkpoint of Llama-3-8B's shapes. One in floats is quantized to MXFP8.
+"""
+
+import argparse
+import json
+import re
+import runpy
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import jax_mx
+
+JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+RULES = {r".*(embed_tokens|lm_head).*": None, ".*": "mxfp8"}  # of a checkpoint in floats
+ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
+product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
+
+
+def norm(x, weight):
+    """RMS norm of the last axis."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype) * weight
+
+
+def rotated(x, positions, theta):
+    """(B, S, heads, D) turned by their positions (S,)."""
+    angles = positions[:, None, None] * theta ** -jnp.linspace(0, 1, x.shape[-1] // 2, False)
+    (a, b), cos, sin = jnp.split(x.astype(jnp.float32), 2, -1), jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def layer(config, w, cache, x, start):
+    """A layer of a prompt (B, S, width), or of a token at position `start`; and its cache."""
+    (b, s, _), heads, d = x.shape, config["num_attention_heads"], config["head_dim"]
+    positions, theta = start + jnp.arange(s), config["rope_theta"]
+    qkv = product(norm(x, w["input_layernorm"]), w["self_attn.qkv_proj"]).reshape(b, s, -1, d)
+    q, k, v = jnp.split(qkv, [heads, heads + config["num_key_value_heads"]], 2)
+    put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
+    cache = [*map(put, cache, (rotated(k, positions, theta), v))]
+    seen = {"is_causal": s > 1, "key_value_seq_lengths": jnp.full(b, start + s, jnp.int32)}
+    q = rotated(q, positions, theta)
+    y = jax.nn.dot_product_attention(q, *cache, **seen, implementation=ATTENTION)
+    x = x + product(y.reshape(b, s, -1), w["self_attn.o_proj"])
+    gate_up = product(norm(x, w["post_attention_layernorm"]), w["mlp.gate_up_proj"])
+    gate, up = jnp.split(gate_up, 2, -1)
+    return x + product(jax.nn.silu(gate) * up, w["mlp.down_proj"]), cache
+
+
+def forward(config, model, cache, tokens, start):
+    """The logits behind the last of tokens (B, S) from position `start` on; and the cache."""
+    x, cache = model["embed_tokens"][tokens], [*cache]
+    for i, w in enumerate(model["layers"]):
+        x, cache[i] = layer(config, w, cache[i], x, start)
+    return product(norm(x[:, -1], model["norm"]), model["lm_head"]), cache
+
+
+def empty_cache(config, batch, length):
+    """Keys and values (B, length, heads, D) of each layer."""
+    heads = config["num_key_value_heads"], config["head_dim"]
+    zeros = jnp.zeros((batch, length, *heads), jnp.bfloat16)
+    return [[zeros, zeros] for _ in range(config["num_hidden_layers"])]
+
+
+def generate(config, steps, model, prompt):
+    """The likeliest tokens (B, steps) behind a prompt (B, S)."""
+    length = prompt.shape[1]
+    cache = empty_cache(config, prompt.shape[0], length + steps)
+
+    def step(carry, position):
+        tokens = carry[0].argmax(-1).astype(jnp.int32)
+        return forward(config, model, carry[1], tokens[:, None], position), tokens
+
+    first = forward(config, model, cache, prompt, 0)
+    return jax.lax.scan(step, first, length + jnp.arange(steps))[1].T
+
+
+def load(folder):
+    """The config of a Llama, and its weights by layer."""
+    params = jax_mx.quantize_params(jax_mx.load_checkpoint(folder, join=JOIN), RULES)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    assert not config.get("rope_scaling"), "positions are not scaled here"
+    model = {"layers": [{} for _ in range(config["num_hidden_layers"])]}
+    for name, w in params.items():
+        number, name = re.findall(r"(?:model\.)?(?:layers\.(\d+)\.)?(.*)\.weight", name)[0]
+        (model["layers"][int(number)] if number else model)[name] = w
+    return config, {"lm_head": model["embed_tokens"], **model}  # tied where there is no other
+
+
+def main() -> None:
+    """Loads, generates, says how fast."""
+    parser = argparse.ArgumentParser(description="Generates with a Llama in MX.")
+    parser.add_argument("folder", nargs="?", help="default: a random one, made here")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[1, 2, 3], help="tokens")
+    parser.add_argument("--steps", type=int, default=16)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as tiny:
+        if not options.folder:
+            runpy.run_path(f"{Path(__file__).parent}/random_llama.py")["write"](Path(tiny), "tiny")
+        config, model = load(options.folder or tiny)
+    prompt = jnp.array([options.prompt], jnp.int32)
+    run = jax.jit(partial(generate, config, options.steps)).lower(model, prompt).compile()
+    start = time.perf_counter()
+    tokens = jax.block_until_ready(run(model, prompt))[0].tolist()
+    took = 1e3 * (time.perf_counter() - start) / options.steps
+    print(f"{took:.2f} ms a token, prompt included; {tokens}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""`quantize_params`: the weights of a model in floats become frozen ones by their names."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.quantize import quantize
+from jax_mx.products.auto import resolved_for_weights
+from jax_mx.products.operand import QuantizedWeight
+from jax_mx.products.recipes import check_frozen
+
+OP = "quantize_params"
+
+
+def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
+    """Quantizes the weights of a model for serving, where a pattern has their name.
+
+        params = quantize_params(params, {r".*(embed|lm_head|router).*": None, ".*": "mxfp4"})
+        y = jax_mx.einsum("bk,nk->bn", x, params["mlp.up"], recipe="bf16")
+
+    The weights are frozen: an `MXArray` has no gradient. For training see `quantize_weights`.
+    Arrays are quantized one after the other, in the direction of the forward product alone. They
+    stay where they are, split as they are.
+
+    Args:
+      params: a pytree of arrays, say a dictionary by name; of flax, the state as a dictionary.
+      rules: a recipe, or its name, for each pattern: weights get the format, scaling, block and
+        window that it has for rhs in its forward product. A pattern is a regular expression that
+        matches the whole path, "layers/0/mlp/up"; the first that does counts. None, "bf16", and no
+        pattern leave an array in floats.
+      axis: that products contract: -1 of weights (outputs, inputs), as PyTorch's are, -2 of
+        kernels (inputs, outputs), as flax' are.
+
+    Returns:
+      The tree with an `MXArray` in the place of each array of two dimensions or more that a recipe
+      has. One that MX cannot take stays, and a warning says why. Other leaves stay.
+
+    Raises:
+      TypeError, ValueError: rules are none, or the recipe rotates its operands.
+    """
+    compiled, left = rules_of(OP, rules), Left(OP)
+
+    def quantized(path: Any, leaf: Any) -> Any:
+        if not is_float(leaf) or leaf.ndim < 2:
+            return leaf
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        chosen = (recipe for pattern, recipe in compiled.items() if pattern.fullmatch(name))
+        recipe = next(chosen, None)
+        if recipe is None:
+            return leaf
+        recipe = resolved_for_weights(OP, recipe, leaf)
+        use, rule = recipe.uses("rhs")[0], recipe.blocks("rhs")
+        if use.format is None:
+            return leaf
+        check_frozen(OP, name, recipe)
+        try:
+            return _quantize(
+                leaf,
+                format=use.format,
+                axis=axis,
+                scaling=rule.scaling,
+                block=recipe.block,
+                window=use.window,
+            )
+        except ValueError as error:
+            left.tell(repr(name), str(error).removeprefix("quantize: "))
+            return leaf
+
+    def is_quantized(leaf: Any) -> bool:
+        return isinstance(leaf, MXArray | QuantizedWeight)
+
+    return jax.tree_util.tree_map_with_path(quantized, params, is_leaf=is_quantized)
+
+
+_quantize = functools.partial(
+    jax.jit, static_argnames=("format", "axis", "scaling", "block", "window")
+)(quantize)

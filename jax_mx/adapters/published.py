@@ -1,0 +1,482 @@
+"""`load_checkpoint`: folders in the MX layouts that libraries write, as MXArrays.
+
+A library is a row of `LIBRARIES`: where its config says what weights are in, which of these are MX,
+and which names values and scales have. Their dtypes and shapes say what a pair of tensors is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_mx.arrays.checks import shown
+from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Format
+from jax_mx.facts.windows import TILE
+from jax_mx.ops import metadata
+from jax_mx.ops.checkpoints import descriptions_in, require_alike
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.reading import Files, Tensor, joined, placed, placed_mx, spread, stacked
+
+OP = "load_checkpoint"
+Config = Mapping[str, Any]
+Like = Mapping[str, Any] | Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
+
+
+# ---- what libraries write ---
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """How a library keeps weights in MX.
+
+    Attributes:
+      said: what is read of it, for messages.
+      ways: what a config says that weights are in; empty where the config says no more.
+      taken: a regular expression of all that is MX.
+      pairs: how names of values and of their scales end, and what comes in place of the former.
+    """
+
+    said: str
+    ways: Callable[[Config], Sequence[str]]
+    taken: str
+    pairs: Sequence[tuple[str, str, str]]
+
+
+def _of_groups(config: Config) -> list[str]:
+    """Compressed-tensors: a format of all, or one of each group."""
+    groups = config.get("config_groups", {}).values()
+    return [str(group.get("format") or config.get("format")) for group in groups]
+
+
+def _of_modelopt(config: Config) -> list[str]:
+    """ModelOpt: an algorithm of all, or one of each layer."""
+    config = config.get("quantization", config)
+    layers = config.get("quantized_layers", {}).values()
+    return [str(layer.get("quant_algo")) for layer in layers] or [str(config.get("quant_algo"))]
+
+
+def _of_quark(config: Config) -> list[str]:
+    """Quark: a dtype and a shape of blocks, of all and of single layers."""
+    layers = [config.get("global_quant_config"), *config.get("layer_quant_config", {}).values()]
+    weights = [layer["weight"] for layer in layers if layer and layer.get("weight")]
+    return [
+        f"{w['dtype']} {w['qscheme']} {w.get('block_size', w.get('group_size'))} "
+        f"{w.get('scale_format')}"
+        if isinstance(w, Mapping)
+        else "several quantizers in turn"
+        for w in weights
+    ]
+
+
+def _of_tiles(config: Config) -> list[str]:
+    """DeepSeek and those who write as it does: the shape of a scale's tile."""
+    tile = config.get("weight_block_size")
+    return [f"{config.get('fmt', 'e4m3')}, a scale for {tile or 'each tensor'}"]
+
+
+WEIGHT = (".weight", ".weight_scale", ".weight")
+TILED = ((".weight", ".weight_scale_inv", ".weight"), (".weight", ".scale", ".weight"), WEIGHT)
+LIBRARIES: Mapping[str, Library] = {
+    "compressed-tensors": Library(
+        "MXFP4 and MXFP8 of compressed-tensors",
+        _of_groups,
+        "mxfp4-pack-quantized|mxfp8-quantized",
+        ((".weight_packed", ".weight_scale", ".weight"), WEIGHT),
+    ),
+    "modelopt": Library("MXFP8 of ModelOpt", _of_modelopt, "MXFP8", (WEIGHT,)),
+    "quark": Library(
+        "MXFP4 and MXFP8 of Quark",
+        _of_quark,
+        r"(fp4|fp8_e4m3) (per_group 32|per_block \[\d+, 32\]) e8m0",
+        (WEIGHT,),
+    ),
+    "mxfp4": Library(
+        "gpt-oss", lambda _: (), "", (("_blocks", "_scales", ""), (".blocks", ".scales", ""))
+    ),
+    "fp8": Library(
+        "FP8 in tiles with powers of two, as DeepSeek has it",
+        _of_tiles,
+        r"e4m3, a scale for \[\d+, \d+\]",
+        TILED,
+    ),
+    "mxfp8": Library("MXFP8 of SGLang", _of_tiles, r"e4m3, a scale for \[1, 32\]", TILED),
+}
+CODES: Mapping[str, Format] = {  # by the dtype of values in a file
+    "F8_E4M3": MXFP8_E4M3,
+    "F8_E5M2": MXFP8_E5M2,
+    **dict.fromkeys(("U8", "I8", "F4"), MXFP4_E2M1),
+}
+FLOATS = ("F32", "BF16", "F16")
+
+
+# ---- the public function ---
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An array of the result that is not read yet.
+
+    Attributes:
+      values: its codes, or all of it.
+      scales: of codes.
+      format: of codes.
+      fields: the other static fields of its MXArray.
+    """
+
+    values: Tensor
+    scales: Tensor | None = None
+    format: Format | None = None
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array that it becomes."""
+        shape = self.values.shape
+        return (
+            shape if self.format is None else (*shape[:-1], shape[-1] * self.format.codes_per_byte)
+        )
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """Equal for entries that can become one array, but for lengths."""
+        return len(self.shape), self.values.dtype, self.format, {**self.fields}
+
+    def of(self, make: Callable[[Sequence[Tensor]], Tensor], *others: Entry) -> Entry:
+        """One entry of this and others by a function of their tensors."""
+        every = (self, *others)
+        parts = [entry.scales for entry in every if entry.scales is not None]
+        scales = make(parts) if parts else None
+        return dataclasses.replace(self, values=make([e.values for e in every]), scales=scales)
+
+
+def load_checkpoint(
+    folder: str | os.PathLike,
+    *,
+    join: Mapping[str, Sequence[str]] | None = None,
+    like: Like | None = None,
+    progress: bool | None = None,
+) -> dict[str, MXArray | jax.Array]:
+    """Reads a folder of a model whose weights are in MX, as libraries for PyTorch write them.
+
+        params = load_checkpoint("folder", join={"gate_up_proj": ("gate_proj", "up_proj")})
+        w = params["model.layers.0.mlp.gate_up_proj.weight"]  # MXFP4 (2 I, D), blocks along D
+        y = jax_mx.einsum("bk,nk->bn", x, w, recipe="bf16")
+
+    The folder has config.json, whose `quantization_config` says how weights are kept, and
+    .safetensors files with or without an index. It may be of compressed-tensors (MXFP4, MXFP8),
+    ModelOpt (MXFP8), Quark (both), gpt-oss, or DeepSeek, where scales are powers of two; or
+    `save_safetensors` wrote it. Codes stay as they are: nothing is quantized. Each process reads
+    what its devices hold, a tensor at a time.
+
+    Args:
+      folder: of the model, or one .safetensors file of a model in floats or of our own.
+      join: names of parts of a layer that become one array, one behind the other along outputs,
+        by the name that this gets: one product instead of several. Biases, too.
+      like: what is expected, by name, as `load_safetensors` takes it: arrays are placed so. Or a
+        function of a name and a shape that gives a sharding or None. Blocks stay whole.
+      progress: whether to say how far reading is: a bar on a terminal, else lines on stderr. None:
+        on a terminal, if there is much to read.
+
+    Returns:
+      By name: an `MXArray` (outputs, inputs), blocks along inputs, in the place of each pair, with
+      the name of its floats, such as "model.layers.0.mlp.up_proj.weight"; other tensors as arrays.
+      Experts "experts.0.", "experts.1." ... that are alike become one array (experts, outputs,
+      inputs), "experts.", as `moe` takes them.
+
+    Raises:
+      ModuleNotFoundError: safetensors is not installed.
+      FileNotFoundError: there is no such folder or file.
+      TypeError: an argument is of the wrong type.
+      ValueError: a file is damaged; weights are in a format that is not MX, such as NVFP4, or have
+        scales that are no powers of two; parts to be joined differ; or there is something else than
+        like expects.
+    """
+    if like is not None and not callable(like) and not isinstance(like, Mapping):
+        raise TypeError(f"{OP}: like must be a dictionary or a function, got {shown(like)}")
+    files = Files(OP, folder)
+    entries = dict(_entries(files, _pairs(files, Path(folder))))
+    entries = _with_experts(entries)
+    for name, parts in _checked(join).items():
+        entries = _with_joined(entries, name, parts)
+    size = sum(t.nbytes for e in entries.values() for t in (e.values, e.scales) if t is not None)
+    loaded: dict[str, MXArray | jax.Array] = {}
+    with files.progress(size, progress):
+        for name in sorted(entries):
+            entry, where = entries[name], _sharding(like, name, entries[name])
+            if entry.scales is None or entry.format is None:
+                loaded[name] = placed(OP, entry.values, where)
+            else:
+                pair = entry.values, entry.scales
+                loaded[name] = placed_mx(OP, *pair, entry.format, where, **entry.fields)
+    if isinstance(like, Mapping):
+        require_alike(OP, loaded, like)
+    return loaded
+
+
+def _checked(join: Any) -> Mapping[str, Sequence[str]]:
+    """Refuses a `join` that says nothing of the kind.
+
+    Raises:
+      TypeError: it says nothing of the kind.
+    """
+    join = {} if join is None else join
+    if not isinstance(join, Mapping) or any(
+        isinstance(parts, str) or not isinstance(parts, Sequence) or not parts
+        for parts in join.values()
+    ):
+        raise TypeError(f"{OP}: join must map a name to a list of names, got {shown(join)}")
+    return join
+
+
+def _sharding(like: Like | None, name: str, entry: Entry) -> jax.sharding.Sharding | None:
+    """Where an array shall lie."""
+    if like is None:
+        return None
+    if not isinstance(like, Mapping):
+        where = like(name, entry.shape)
+        if where is not None and not isinstance(where, jax.sharding.Sharding):
+            raise TypeError(f"{OP}: like gave {shown(where)} for {name!r}, must give a Sharding")
+        return where
+    want: Any = like.get(name)
+    want = getattr(want, "values", want)
+    where = getattr(want, "sharding", None)
+    is_placed = isinstance(where, jax.sharding.Sharding) and getattr(want, "committed", True)
+    return where if is_placed and want.shape == entry.values.shape else None
+
+
+# ---- config.json ---
+def _config(folder: Path) -> Config:
+    """The part of a folder's config that names its weights' formats; empty if there is none.
+
+    Raises:
+      ValueError: a file that should say so is damaged.
+    """
+    for name, key in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
+        if not (folder / name).is_file():
+            continue
+        try:
+            config = json.loads((folder / name).read_text("utf-8"))
+        except (ValueError, RecursionError):
+            config = None
+        if not isinstance(config, dict):
+            raise ValueError(f"{OP}: {folder / name} is damaged; fetch it again")
+        if key is None:
+            return {"quant_method": "modelopt", **config}
+        config = config.get(key) or config.get("text_config", {}).get(key) or {}
+        if config:
+            return config
+    return {}
+
+
+def _pairs(files: Files, folder: Path) -> Sequence[tuple[str, str, str]]:
+    """How values and scales are called in a folder.
+
+    Raises:
+      ValueError: weights are in no MX format, or in one that is unknown.
+    """
+    config = _config(folder)
+    if not config:
+        return LIBRARIES["mxfp4"].pairs  # which gpt-oss' original files have without saying so
+    method = str(config.get("quant_method"))
+    readable = ", ".join(row.said for row in LIBRARIES.values())
+    if method not in LIBRARIES:
+        raise ValueError(
+            f"{OP}: {folder} is quantized by {method!r}, which jax_mx does not read. It "
+            f"reads {readable}. Load the model's floats, and quantize these"
+        )
+    library = LIBRARIES[method]
+    try:
+        ways = [*library.ways(config)]
+    except (AttributeError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{OP}: the quantization_config of {folder} is none of {method}'s: "
+            f"{shown(dict(config))}; fetch config.json again"
+        ) from error
+    for way in ways:
+        if not re.fullmatch(library.taken, way):
+            raise ValueError(
+                f"{OP}: {folder} has weights in {way} ({method}), which is not MX, or no MX that "
+                f"jax_mx reads. It reads {readable}. Load the model's floats, and quantize these"
+            )
+    return library.pairs
+
+
+# ---- tensors ---
+def _entries(files: Files, pairs: Sequence[tuple[str, str, str]]) -> Iterator[tuple[str, Entry]]:
+    """Each array by its name: MX for pairs of values and scales, and all others."""
+    described = _described(files)
+    taken = {f"{name}.{part}" for name in described for part in ("values", "scales")}
+    yield from described.items()
+    for values_end, scales_end, end in pairs:
+        for scales in files.places:
+            name = scales.removesuffix(scales_end)
+            if scales in taken or name == scales or (values := name + values_end) in taken:
+                continue
+            if values in files.places:
+                taken |= {values, scales}
+                yield name + end, _pair(files, values, scales)
+    for name in files.places:
+        if name not in taken:
+            yield name, Entry(files[name])
+
+
+def _described(files: Files) -> dict[str, Entry]:
+    """The MXArrays that `save_safetensors` wrote."""
+    entries = {}
+    for file in sorted({*files.places.values()}):
+        for name, description in descriptions_in(OP, files.header(file)[0]).items():
+            fields = metadata.read(OP, description)
+            format = fields.pop("format")
+            for part in ("values", "scales"):
+                if f"{name}.{part}" not in files.places:
+                    raise ValueError(
+                        f"{OP}: {file} describes {name!r} and there is no '{name}.{part}'"
+                    )
+            values, scales = files[f"{name}.values"], files[f"{name}.scales"]
+            entries[name] = Entry(values, scales, format, fields)
+    return entries
+
+
+def _pair(files: Files, values: str, scales: str) -> Entry:
+    """The MXArray that a pair of tensors is.
+
+    Raises:
+      ValueError: it is none.
+    """
+    format = CODES.get(files.dtype(values))
+    if format is None:
+        raise ValueError(
+            f"{OP}: {values!r} is {files.dtype(values)}; codes of MX are {', '.join(CODES)}. Load "
+            "the model's floats, and quantize these"
+        )
+    exponents, shape = _exponents(files, scales), files[values].shape
+    if values.endswith("blocks") and len(shape) > 2:  # of each block by itself
+        shape = (*shape[:-2], shape[-2] * shape[-1])
+    codes = files.viewed(values, format.storage, shape)
+    shape = (*shape[:-1], shape[-1] * format.codes_per_byte)
+    tile = _tile(shape, exponents.shape)
+    if tile is None:
+        raise ValueError(
+            f"{OP}: {values!r} is {shape} and {scales!r} {exponents.shape}; MX has a scale for "
+            f"{BLOCK} elements of the last axis, or for tiles of so many. Load the model's floats, "
+            "and quantize these"
+        )
+    fields: dict[str, Any] = {}
+    stored, (rows, columns) = [*shape], tile
+    stored[-1] //= BLOCK
+    if rows % BLOCK == 0 and shape[-2] % BLOCK == 0:
+        stored[-2], rows = stored[-2] // BLOCK, rows // BLOCK
+        fields = {"block": (BLOCK, BLOCK)} | ({"window": TILE} if tile == TILE else {})
+    elif columns in (128, 256):
+        fields = {"window": columns}
+    if tile != (1, BLOCK):
+        times = *[1] * (len(shape) - 2), *[rows][: len(shape) - 1], columns // BLOCK
+        exponents = spread(exponents, stored, times)
+    return Entry(codes, exponents, format, fields)
+
+
+def _tile(shape: Sequence[int], parts: Sequence[int]) -> tuple[int, int] | None:
+    """The rows and columns that share a scale; None where it is no tile of whole blocks."""
+    if len(shape) != len(parts) or shape[:-2] != parts[:-2] or shape[-1] % BLOCK:
+        return None
+    rows, columns = (_shared(n, m) for n, m in zip((1, *shape)[-2:], (1, *parts)[-2:], strict=True))
+    return (rows, columns) if rows and columns and columns % BLOCK == 0 else None
+
+
+def _shared(length: int, parts: int) -> int:
+    """How many elements share a scale where so many scales serve a length; 0 if none fit.
+
+    A tile may be cut off at the edge: then the length is no multiple.
+    """
+    if parts and length % parts == 0 and length // parts <= BLOCK:
+        return length // parts
+    return next((n for n in (BLOCK, 128, 256) if -(-length // n) == parts), 0)
+
+
+def _exponents(files: Files, name: str) -> Tensor:
+    """Scales as E8M0 bytes.
+
+    Raises:
+      ValueError: they are no powers of two.
+    """
+    tensor, dtype = files[name], files.dtype(name)
+    if dtype in ("U8", "F8_E8M0"):
+        return files.viewed(name, np.uint8, tensor.shape)
+    what = f"{OP}: the scales {name!r} are {dtype}"
+    if dtype not in FLOATS:
+        raise ValueError(
+            f"{what}, not the bytes of exponents that MX has (E4M3 is NVFP4's); load the model's "
+            "floats, and quantize these"
+        )
+    bits = tensor.read(()).astype(np.float32).view(np.uint32)
+    codes = (bits >> 23).astype(np.uint8)
+    good = (bits << 9 == 0) & (bits >> 23 > 0) & (bits >> 23 < 255) | (bits == 1 << 22)
+    if not good.all():
+        raise ValueError(
+            f"{what} and not powers of two, so the weight is not MX; multiply its codes by them, "
+            "and quantize the floats"
+        )
+    return Tensor(name, tensor.shape, np.dtype(np.uint8), lambda index: codes[index])
+
+
+# ---- experts, and what is one product ---
+_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)\.(.+)")
+
+
+def _with_experts(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """One entry stands for all experts of a layer, where they are alike."""
+    groups: dict[str, dict[int, str]] = {}
+    for name in entries:
+        if match := _EXPERT.fullmatch(name):
+            groups.setdefault(match[1] + match[3], {})[int(match[2])] = name
+    result = dict(entries)
+    for name, experts in groups.items():
+        every = [entries[experts[i]] for i in sorted(experts)]
+        is_whole = sorted(experts) == [*range(len(experts))] and name not in entries
+        if is_whole and all(e.shape == every[0].shape and e.alike == every[0].alike for e in every):
+            result[name] = every[0].of(
+                lambda tensors: stacked(tensors[0].name, tensors), *every[1:]
+            )
+            for expert in experts.values():
+                del result[expert]
+    return result
+
+
+def _with_joined(entries: dict[str, Entry], name: str, parts: Sequence[str]) -> dict[str, Entry]:
+    """One entry stands for parts of a layer.
+
+    Raises:
+      ValueError: one is missing, or they differ.
+    """
+    first, result = re.compile(rf"(?:^|(?<=\.)){re.escape(parts[0])}(?=\.|$)"), dict(entries)
+    for one in entries:
+        if not first.search(one):
+            continue
+        names = [first.sub(part, one) for part in parts]
+        if missing := [other for other in names if other not in entries]:
+            raise ValueError(
+                f"{OP}: {one!r} is to be joined with {missing[0]!r}, which is not there"
+            )
+        every = [entries[other] for other in names]
+        axis = max(len(every[0].shape) - 2, 0)
+        for other, entry in zip(names, every, strict=True):
+            pairs = (e.shape[:axis] + e.shape[axis + 1 :] for e in (entry, every[0]))
+            if entry.alike != every[0].alike or len({*pairs}) > 1:
+                raise ValueError(
+                    f"{OP}: {one!r} and {other!r} cannot be joined: they are {_said(every[0])} and "
+                    f"{_said(entry)}"
+                )
+        result[first.sub(name, one)] = every[0].of(
+            lambda tensors, axis=axis: joined(tensors[0].name, tensors, axis), *every[1:]
+        )
+        for other in names:
+            del result[other]
+    return result
+
+
+def _said(entry: Entry) -> str:
+    return f"{entry.format or entry.values.dtype} {entry.shape}"

@@ -1,0 +1,399 @@
+"""Folders of other libraries: every byte keeps its meaning, and what is not MX is refused."""
+
+import json
+import struct
+import tracemalloc
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import assert_bits_equal, assert_refused
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_mx
+
+pytest.importorskip("safetensors")
+P = PartitionSpec
+GOLDEN = Path(__file__).parent / "golden/compressed_tensors"  # written by its own code: write.py
+LAYER = "model.layers.0."
+UP = "model.layers.0.mlp.up_proj"
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+KINDS = {"uint8": "U8", "float8_e4m3fn": "F8_E4M3", "float32": "F32", "bfloat16": "BF16"}
+
+
+# ---- folders ---
+def write(folder: Path, tensors: dict, config: dict | None = None, dtypes: dict | None = None):
+    """A folder: an array of bytes is of the dtype that `dtypes` says of the end of its name."""
+    folder.mkdir(exist_ok=True)
+    header, blobs, end = {}, [], 0
+    for name, array in tensors.items():
+        dtype = next((d for e, d in (dtypes or {}).items() if name.endswith(e)), None)
+        shape = [*array.shape]
+        if dtype == "F4":  # which counts elements
+            shape[-1] *= 2
+        data = np.ascontiguousarray(array).tobytes()
+        header[name] = {"dtype": dtype or KINDS[array.dtype.name], "shape": shape}
+        header[name]["data_offsets"] = [end, end := end + len(data)]
+        blobs.append(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    blobs = [struct.pack("<Q", len(text)), text, *blobs]
+    (folder / "model.safetensors").write_bytes(b"".join(blobs))
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
+
+
+def codes_of(shape, seed=0) -> np.ndarray:
+    """Any bytes of E4M3 but NaN."""
+    return np.random.default_rng(seed).integers(0, 0x7F, shape, np.uint8)
+
+
+def floats_of(codes: np.ndarray) -> np.ndarray:
+    """The floats that E4M3 bytes stand for."""
+    return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+
+
+def nibbles_of(packed: np.ndarray) -> np.ndarray:
+    """The floats of packed codes of E2M1, the lower half of a byte first."""
+    pairs = np.stack([E2M1[packed & 15], E2M1[packed >> 4]], -1)
+    return pairs.reshape(*packed.shape[:-1], -1)
+
+
+def scaled(floats: np.ndarray, exponents: np.ndarray, tile=(1, 32)) -> np.ndarray:
+    """Floats times powers of two, one for each tile; tiles may be cut off."""
+    scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    for axis, times in zip((-2, -1), tile, strict=True):
+        scales = scales.repeat(times, axis)
+    return floats * scales[..., : floats.shape[-2], : floats.shape[-1]]
+
+
+def dequantized(q) -> np.ndarray:
+    assert isinstance(q, jax_mx.MXArray)
+    return np.asarray(jax.jit(lambda q: q.dequantize(jnp.float32))(q))
+
+
+# ---- compressed-tensors' own files ---
+@pytest.mark.parametrize("scheme", ["mxfp4a16", "mxfp8a16"])
+def test_files_by_compressed_tensors(scheme):
+    params = jax_mx.load_checkpoint(GOLDEN / scheme)
+    want = jax_mx.load_safetensors(GOLDEN / f"{scheme}.safetensors")
+    for name in ("q_proj", "k_proj", "v_proj"):
+        name = f"{LAYER}self_attn.{name}"
+        assert_bits_equal(dequantized(params[name + ".weight"]), np.float32(want[name + ".weight"]))
+        assert params[name + ".bias"].dtype == jnp.bfloat16
+    for name in ("gate_proj", "down_proj"):
+        experts = params[f"{LAYER}mlp.experts.{name}.weight"]
+        names = (f"{LAYER}mlp.experts.{i}.{name}.weight" for i in range(2))
+        assert_bits_equal(dequantized(experts), np.stack([np.float32(want[n]) for n in names]))
+    assert params[f"{LAYER}mlp.gate.weight"].dtype == jnp.bfloat16  # a router stays in floats
+    assert len(params) == 9
+
+
+def test_parts_of_a_layer_become_one():
+    apart = jax_mx.load_checkpoint(GOLDEN / "mxfp4a16")
+    params = jax_mx.load_checkpoint(
+        GOLDEN / "mxfp4a16", join={"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    )
+    for end in ("weight", "bias"):
+        parts = [apart[f"{LAYER}self_attn.{n}_proj.{end}"] for n in "qkv"]
+        got = params[f"{LAYER}self_attn.qkv_proj.{end}"]
+        join = jax_mx.concatenate if end == "weight" else jnp.concatenate
+        jax.tree.map(assert_bits_equal, got, join(parts))
+    assert not any("q_proj" in name and "qkv" not in name for name in params)
+    load = jax_mx.load_checkpoint
+    assert_refused(
+        lambda: load(GOLDEN / "mxfp4a16", join={"x": ["gate_proj", "up_proj"]}),
+        ValueError,
+        "up_proj.weight', which is not there",
+    )
+    assert_refused(
+        lambda: load(GOLDEN / "mxfp4a16", join={"x": ["gate_proj", "down_proj"]}),
+        ValueError,
+        "cannot be joined: they are MXFP4_E2M1 (2, 96, 64) and MXFP4_E2M1 (2, 64, 96)",
+    )
+    assert_refused(lambda: load(GOLDEN / "mxfp4a16", join="qkv"), TypeError, "join must map")
+
+
+# ---- what others write, from their sources ---
+PACKED, SCALES = codes_of((40, 64)), codes_of((40, 4), 1)
+CODES = codes_of((200, 160), 2)
+TILES = codes_of((2, 2), 3)  # 128 x 128, cut off in both directions
+TILED = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+QUARK = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+POWERS = np.ldexp(np.float32(1), TILES.astype(np.int32) - 127)
+FOUR, EIGHT = scaled(nibbles_of(PACKED), SCALES), floats_of(CODES)
+LAYOUTS = {  # config, how names of values and scales end, both, their dtypes, what they stand for
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "exclude_modules": ["lm_head"]},
+        (".weight", ".weight_scale"), (CODES, codes_of((200, 5), 4)), ("F8_E4M3", "U8"),
+        scaled(EIGHT, codes_of((200, 5), 4)),
+    ),
+    "quark": (
+        {"quant_method": "quark", "global_quant_config": {"weight": QUARK}},
+        (".weight", ".weight_scale"), (PACKED, SCALES), ("U8", "U8"), FOUR,
+    ),
+    "quark, MXFP8 in tiles": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {
+            **QUARK, "dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [32, 32]}}},
+        (".weight", ".weight_scale"), (CODES[:192], codes_of((6, 5), 5)), ("F8_E4M3", "F8_E8M0"),
+        scaled(EIGHT[:192], codes_of((6, 5), 5), (32, 32)),
+    ),
+    "gpt-oss": (
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        ("_blocks", "_scales"), (PACKED.reshape(2, 20, 4, 16), SCALES.reshape(2, 20, 4)),
+        ("U8", "U8"), FOUR.reshape(2, 20, 128),
+    ),
+    "gpt-oss, original": (
+        None, (".blocks", ".scales"), (PACKED.reshape(2, 20, 4, 16), SCALES.reshape(2, 20, 4)),
+        ("U8", "U8"), FOUR.reshape(2, 20, 128),
+    ),
+    "deepseek, float32": (
+        TILED, (".weight", ".weight_scale_inv"), (CODES, POWERS), ("F8_E4M3", "F32"),
+        scaled(EIGHT, TILES, (128, 128)),
+    ),
+    "deepseek, ue8m0": (
+        {**TILED, "scale_fmt": "ue8m0"}, (".weight", ".scale"), (CODES[:192], TILES),
+        ("F8_E4M3", "F8_E8M0"), scaled(EIGHT[:192], TILES, (128, 128)),
+    ),
+    "deepseek, experts": (
+        {**TILED, "scale_fmt": "ue8m0"}, (".weight", ".scale"), (PACKED, SCALES),
+        ("I8", "F8_E8M0"), FOUR,
+    ),
+    "F4": (
+        {"quant_method": "quark", "global_quant_config": {"weight": QUARK}},
+        (".weight", ".weight_scale"), (PACKED, SCALES), ("F4", "F8_E8M0"), FOUR,
+    ),
+    "mxfp8": (
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+        (".weight", ".weight_scale_inv"), (CODES, codes_of((200, 5), 4)), ("F8_E4M3", "U8"),
+        scaled(EIGHT, codes_of((200, 5), 4)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout(name, tmp_path):
+    config, ends, arrays, dtypes, want = LAYOUTS[name]
+    tensors = {UP + end: array for end, array in zip(ends, arrays, strict=True)}
+    tensors["model.norm.weight"] = np.ones(8, ml_dtypes.bfloat16)
+    # Longer ends first: one may be the end of another.
+    pairs = sorted(zip(ends, dtypes, strict=True), key=lambda pair: -len(pair[0]))
+    folder = write(tmp_path / "model", tensors, config, {UP + e: d for e, d in pairs})
+    params = jax_mx.load_checkpoint(folder)
+    (weight,) = {*params} - {"model.norm.weight"}
+    assert weight.startswith(UP) and params["model.norm.weight"].shape == (8,)
+    assert_bits_equal(dequantized(params[weight]), want)
+    x = jax.random.normal(jax.random.key(0), (3, want.shape[-1]), jnp.bfloat16)
+    w = params[weight]
+    y = jax_mx.einsum("mk,...nk->...mn", x, w, recipe="bf16") if w.ndim == 2 else None
+    assert y is None or y.shape == (3, w.shape[0])
+
+
+def test_modelopts_other_config(tmp_path):
+    config, ends, arrays, _, want = LAYOUTS["modelopt"]
+    tensors = {UP + end: array for end, array in zip(ends, arrays, strict=True)}
+    folder = write(tmp_path / "model", tensors, None, {".weight": "F8_E4M3"})
+    config = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "MXFP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text("{}")
+    assert_bits_equal(dequantized(jax_mx.load_checkpoint(folder)[UP + ".weight"]), want)
+
+
+def test_tiles_keep_what_tensor_cores_want(tmp_path):
+    """Windows of 128 x 128, whose codes FP8 tensor cores multiply before scales are applied."""
+    tensors = {UP + ".weight": codes_of((256, 256)), UP + ".weight_scale_inv": POWERS}
+    folder = write(tmp_path / "model", tensors, TILED, {".weight": "F8_E4M3"})
+    q = jax_mx.load_checkpoint(folder)[UP + ".weight"]
+    assert isinstance(q, jax_mx.MXArray) and q.block == (32, 32) and q.window == (128, 128)
+
+
+# ---- what is not MX ---
+REFUSED = {
+    "nvfp4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, {},
+        "weights in NVFP4 (modelopt), which is not MX",
+    ),
+    "one of several": (
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+            "a": {"quant_algo": "MXFP8"}, "b": {"quant_algo": "W4A8_AWQ"}}}, {}, {},
+        "weights in W4A8_AWQ (modelopt)",
+    ),
+    "unknown": ({"quant_method": "awq"}, {}, {}, "by 'awq', which jax_mx does not read"),
+    "no tiles": ({"quant_method": "fp8", "fmt": "e4m3"}, {}, {}, "a scale for each tensor (fp8)"),
+    "no powers": (
+        TILED, {".weight": CODES, ".weight_scale_inv": POWERS * np.float32(1.5)},
+        {".weight": "F8_E4M3"},
+        "are F32 and not powers of two",
+    ),
+    "e4m3 scales": (
+        {"quant_method": "quark", "global_quant_config": {"weight": QUARK}},
+        {".weight": PACKED, ".weight_scale": codes_of((40, 8))}, {".weight_scale": "F8_E4M3"},
+        "are F8_E4M3, not the bytes of exponents that MX has (E4M3 is NVFP4's)",
+    ),
+    "blocks of 16": (
+        {"quant_method": "quark", "global_quant_config": {"weight": QUARK}},
+        {".weight": PACKED, ".weight_scale": codes_of((40, 8))}, {},
+        "MX has a scale for 32 elements",
+    ),
+    "floats": (
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        {".weight": POWERS, ".weight_scale": TILES}, {}, "is F32; codes of MX are F8_E4M3",
+    ),
+    "damaged": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}}}, {}, {},
+        "is none of quark's",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_mx_is_refused_by_name(name, tmp_path):
+    config, tensors, dtypes, why = REFUSED[name]
+    tensors = {UP + end: array for end, array in tensors.items()} or {"x": np.ones(2, np.float32)}
+    folder = write(tmp_path / "model", tensors, config, {UP + e: d for e, d in dtypes.items()})
+    assert_refused(lambda: jax_mx.load_checkpoint(folder), ValueError, why)
+
+
+def test_nvfp4_by_compressed_tensors_is_refused():
+    assert_refused(
+        lambda: jax_mx.load_checkpoint(GOLDEN / "nvfp4a16"),
+        ValueError,
+        "nvfp4-pack-quantized (compressed-tensors), which is not MX",
+    )
+
+
+def test_bad_arguments(tmp_path):
+    folder = write(tmp_path / "model", {"x": np.ones(2, np.float32)})
+    load = jax_mx.load_checkpoint
+    assert_refused(lambda: load(tmp_path / "no"), FileNotFoundError, "is no .safetensors file")
+    assert_refused(lambda: load(folder, like=3), TypeError, "like must be a dictionary or")
+    assert_refused(lambda: load(folder, like=lambda *_: 3), TypeError, "must give a Sharding")
+    (folder / "config.json").write_text("{")
+    assert_refused(lambda: load(folder), ValueError, "config.json is damaged")
+    (folder / "config.json").write_text("{}")
+    assert_bits_equal(load(folder)["x"], np.ones(2, np.float32))
+
+
+# ---- devices and memory ---
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shards_are_read_by_their_devices(kind):
+    mesh = jax.make_mesh((2, 2), ("e", "n"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
+    specs = {3: P("e", "n"), 2: P("n"), 1: P()}
+
+    def where(name, shape):
+        return NamedSharding(mesh, specs[len(shape)])
+
+    join = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    whole = jax_mx.load_checkpoint(GOLDEN / "mxfp8a16", join=join)
+    split = jax_mx.load_checkpoint(GOLDEN / "mxfp8a16", join=join, like=where)
+    jax.tree.map(assert_bits_equal, split, whole)
+    for name, q in split.items():
+        for leaf in jax.tree.leaves(q):
+            assert leaf.sharding.is_equivalent_to(where(name, q.shape), q.ndim)
+    again = jax_mx.load_checkpoint(GOLDEN / "mxfp8a16", join=join, like=split)
+    for one, other in zip(*map(jax.tree.leaves, (again, split)), strict=True):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+    del split[f"{LAYER}mlp.gate.weight"]
+    assert_refused(
+        lambda: jax_mx.load_checkpoint(GOLDEN / "mxfp8a16", join=join, like=split),
+        ValueError,
+        "mlp.gate.weight', which is not expected",
+    )
+    assert_refused(
+        lambda: jax_mx.load_checkpoint(
+            GOLDEN / "mxfp8a16",
+            like=lambda _, s: NamedSharding(mesh, P(*[None] * (len(s) - 1), "n")),
+        ),
+        ValueError,
+        "into parts of 48 elements, which cuts blocks of 32",
+    )
+
+
+def test_a_shard_of_tiles(tmp_path):
+    """Each shard's scales begin and end in tiles that it does not have all of."""
+    config, ends, _, _, _ = LAYOUTS["deepseek, float32"]
+    codes = codes_of((320, 192))
+    exponents = codes_of((3, 2), 5)
+    powers = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    tensors = dict(zip((UP + end for end in ends), (codes, powers), strict=True))
+    folder = write(tmp_path / "model", tensors, config, {".weight": "F8_E4M3"})
+    mesh = jax.make_mesh((5, 1), ("n", "k"), devices=jax.devices("cpu")[:5])
+    params = jax_mx.load_checkpoint(folder, like=lambda *_: NamedSharding(mesh, P("n", "k")))
+    assert_bits_equal(
+        dequantized(params[UP + ".weight"]), scaled(floats_of(codes), exponents, (128, 128))
+    )
+
+
+def test_memory_is_that_of_the_largest_tensor(tmp_path):
+    size = 2**20
+    tensors = {f"{i}.weight": np.full((size // 32, 32), i, np.uint8) for i in range(16)}
+    folder = write(tmp_path / "model", tensors, None)
+    tracemalloc.start()
+    try:
+        jax_mx.load_checkpoint(folder)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size <= peak < 3 * size
+
+
+def test_progress_names_tensors(capsys):
+    jax_mx.load_checkpoint(GOLDEN / "mxfp4a16", progress=True)
+    assert f"load_checkpoint 1/1: {LAYER}mlp.experts.0.down_proj.weight_packed" in (
+        capsys.readouterr().err
+    )
+
+
+# ---- our own files ---
+def test_our_files(tmp_path):
+    """A folder of them, and safetensors' own loaders, which know no floats of 8 bits."""
+    import safetensors.flax
+    import safetensors.numpy
+
+    x = jax.random.normal(jax.random.key(0), (64, 64))
+    saved = {"up": jax_mx.quantize(x, "mxfp4_e2m1", axis=0), "down": jax_mx.quantize(x), "b": x[0]}
+    jax_mx.save_safetensors(saved, tmp_path / "model.safetensors")
+    loaded = jax_mx.load_checkpoint(tmp_path)
+    assert jax.tree.structure(loaded) == jax.tree.structure(saved)
+    jax.tree.map(assert_bits_equal, loaded, saved)
+    for load in (safetensors.numpy.load_file, safetensors.flax.load_file):
+        theirs = load(tmp_path / "model.safetensors")
+        assert theirs["up.scales"].dtype == np.uint8
+        assert_bits_equal(theirs["up.scales"], np.asarray(saved["up"].scales).view(np.uint8))
+        assert_bits_equal(theirs["down.values"], np.asarray(saved["down"].values).view(np.uint8))
+
+
+def test_files_of_older_versions_are_read(tmp_path):
+    """They have values in F8_E4M3 and scales in F8_E8M0."""
+    q = jax_mx.quantize(jax.random.normal(jax.random.key(0), (64, 64)))
+    file = tmp_path / "model.safetensors"
+    jax_mx.save_safetensors({"w": q}, file)
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    header["w.values"]["dtype"], header["w.scales"]["dtype"] = "F8_E4M3", "F8_E8M0"
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[start:])
+    for loaded in (jax_mx.load_safetensors(file), jax_mx.load_checkpoint(tmp_path)):
+        jax.tree.map(assert_bits_equal, loaded["w"], q)
+
+
+# ---- floats ---
+def test_params_are_quantized_by_their_names():
+    w = jax.random.normal(jax.random.key(0), (64, 96), jnp.bfloat16)
+    params = {"layers": [{"up": w, "router": w, "norm": w[0], "odd": w[:, :80]}], "embed": w}
+    rules = {r".*(embed|router)": None, r"layers/\d+/up": "mxfp4", ".*": "mxfp8"}
+    with pytest.warns(UserWarning, match="'layers/0/odd' stays in floats"):
+        got = jax_mx.quantize_params(params, rules)
+    layer = got["layers"][0]
+    jax.tree.map(assert_bits_equal, layer["up"], jax_mx.quantize(w, "mxfp4_e2m1"))
+    assert layer["router"] is w and got["embed"] is w and layer["odd"].shape == (64, 80)
+    assert layer["norm"].shape == (96,)
+    again = jax_mx.quantize_params(got, {".*up": "mxfp8", "embed": "mxfp8_rows"}, axis=-2)
+    assert again["layers"][0]["up"] is layer["up"]
+    jax.tree.map(assert_bits_equal, again["embed"], jax_mx.quantize(w, axis=-2, window="row"))
+    assert_refused(lambda: jax_mx.quantize_params(params, {"(": "mxfp8"}), ValueError, "regular")
