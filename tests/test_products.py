@@ -1030,7 +1030,7 @@ def test_kernels_read_weights_whose_blocks_run_along_free_axes(shapes, numbers, 
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     if shapes[1][0] == shapes[0][-1]:
         assert "transpose" not in str(
-            jax.make_jaxpr(lambda w: kernels._matrix(w, 0, (), True)[0])(w)
+            jax.make_jaxpr(lambda w: kernels.matrix(w, 0, (), True)[0])(w)
         )
 
 

@@ -438,7 +438,7 @@ reverse_only_p.def_abstract_eval(lambda x, **_: x)
 
 
 def reverse_only(op: str, second: str = "") -> Callable[[Any], Any]:
-    """What arrays pass on their way to a `jax.custom_vjp`: its forward mode is our sentence.
+    """A function that arrays pass on their way to a `jax.custom_vjp`: forward mode is refused.
 
         y = f(*jax.tree.map(reverse_only("rms_norm"), (x, weight)))
 

@@ -20,8 +20,8 @@ from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.ops.preprocessing import Stochastic
 from jax_mx.products.arrangements import Arrangement, what_of
 from jax_mx.products.auto import resolved_for_groups
-from jax_mx.products.blackwell import layout_for_trace
 from jax_mx.products.operand import QuantizedWeight
+from jax_mx.products.reads import layout_for_trace
 from jax_mx.products.recipes import Recipe, check_frozen
 
 RESIDUALS = ("mx", "floats", "inputs")  # what `mlp` and `moe` keep of gate and up

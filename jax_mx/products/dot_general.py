@@ -25,11 +25,11 @@ from jax_mx.products.arrangements import (
     dimensions_of,
 )
 from jax_mx.products.auto import Sizes, resolved
-from jax_mx.products.blackwell import layout_for_trace
 from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, placed, product
 from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
+from jax_mx.products.reads import layout_for_trace
 from jax_mx.products.recipes import AUTO, Recipe, check_frozen, is_floats, recipe_beside
 
 DimensionNumbers = Any  # as jax.lax.dot_general takes them
@@ -76,7 +76,8 @@ def dot_general(
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
         bfloat16; of few rows they read the codes of rhs as they lie; not where XLA splits the
         program among devices), "cutedsl_r8" and others (these with tiles of so many rows of lhs),
-        "scaled_dot" (jax.lax.scaled_dot), "dequantize" (our kernels, then jax.lax.dot_general),
+        "flydsl" (our kernels on AMD's chips, of two `MXArray`s), "scaled_dot"
+        (jax.lax.scaled_dot), "dequantize" (our kernels, then jax.lax.dot_general),
         "xla" (plain, runs everywhere); or None: what was measured to be the fastest, or is known
         to be. It is taken for all three products.
       fallback: for switches of whole models. "floats": a product of floats that MX cannot take, as
