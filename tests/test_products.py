@@ -743,7 +743,7 @@ def test_bad_calls_get_one_sentence():
 
 def test_second_derivatives_are_refused():
     x, w = floats((32, 64)), floats((64, 32))
-    with pytest.raises(TypeError, match="custom_vjp"):  # JAX's own sentence
+    with pytest.raises(NotImplementedError, match=r"^dot_general: .* recipe='floats' has all"):
         jax.jvp(lambda x: matmul(x, w), (x,), (x,))
     sizes, up = jnp.array([20, 12], jnp.int32), floats((64, 64))
     for op, f in {
@@ -751,7 +751,7 @@ def test_second_derivatives_are_refused():
         "ragged_dot": lambda x: jax_mx.ragged_dot(x, jnp.stack([w, w]), sizes),
         "mlp": lambda x: jax_mx.mlp(x, up, w[:32]),
     }.items():
-        with pytest.raises(NotImplementedError, match=f"{op}: derivatives of derivatives"):
+        with pytest.raises(NotImplementedError, match=f"^{op}: derivatives "):
             jax.hessian(lambda x, f=f: f(x).sum())(x)
 
 

@@ -17,7 +17,6 @@ from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import ROW, of_kernels
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray, checked
-from jax_mx.ops.preprocessing import Stochastic
 from jax_mx.products.arrangements import Arrangement, what_of
 from jax_mx.products.auto import resolved_for_groups
 from jax_mx.products.operand import QuantizedWeight
@@ -61,8 +60,8 @@ def operand_of(op: str, name: str, x: Any) -> Any:
 
 def warn_of_fixed_keys(op: str, recipe: Recipe) -> None:
     """Warns where a program holds the key of a recipe: all its runs would round alike."""
-    parts = jax.tree.leaves(recipe, is_leaf=lambda part: isinstance(part, Stochastic))
-    keys = [part.key for part in parts if isinstance(part, Stochastic)]
+    products: Any = (recipe.dgrad, recipe.wgrad)
+    keys = [product.rounding.key for product in products if product.rounding is not None]
     if all(isinstance(key, jax.core.Tracer) for key in keys) or not primitive.is_staged():
         return
     warnings.warn(

@@ -101,8 +101,8 @@ def dot_general(
     """
     op = "dot_general"
     if is_floats(recipe):
-        rest = (dimension_numbers, precision, preferred_element_type, out_sharding)
-        return _by_jax(*as_floats(lhs, rhs), *rest)
+        floats = as_floats(lhs, rhs)
+        return _by_jax(floats, dimension_numbers, precision, preferred_element_type, out_sharding)
     if is_left(lhs, rhs, recipe):
         return with_weight_first(
             lhs,
@@ -129,9 +129,10 @@ def dot_general(
     except (TypeError, ValueError) as error:
         plain = plain_operands(op, fallback, (lhs, rhs), recipe, implementation, error)
         wanted = preferred_element_type or plain.dtype
-        return _by_jax(*plain.operands, dimension_numbers, precision, wanted, out_sharding)
+        return _by_jax(plain.operands, dimension_numbers, precision, wanted, out_sharding)
     lhs, rhs, recipe, layout = call.lhs, call.rhs, call.recipe, call.layout
-    warn_of_fixed_keys(op, recipe)
+    if vars(recipe)["dgrad"].rounding or vars(recipe)["wgrad"].rounding:
+        warn_of_fixed_keys(op, recipe)
     shared = (is_exact(op, precision), implementation)
     static = Static(op, layout, call.dtype, *shared, out_sharding, recipe.chosen)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
@@ -146,11 +147,12 @@ def dot_general(
 
 
 def _by_jax(
-    lhs: Any, rhs: Any, numbers: Any, precision: Any, dtype: Any, out_sharding: Any
+    operands: list[jax.Array], numbers: Any, precision: Any, dtype: Any, out_sharding: Any
 ) -> jax.Array:
     """The product of floats as they are."""
-    numbers = as_tuples(numbers)
-    return jax.lax.dot_general(lhs, rhs, numbers, precision, dtype, out_sharding=out_sharding)
+    lhs, rhs = operands
+    tuples: Any = as_tuples(numbers)
+    return jax.lax.dot_general(lhs, rhs, tuples, precision, dtype, out_sharding=out_sharding)
 
 
 def is_left(lhs: Any, rhs: Any, recipe: Any) -> bool:

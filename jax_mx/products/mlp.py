@@ -119,7 +119,8 @@ def mlp(
     sizes = functools.partial(_sizes, x, [*first, w2])
     is_free = implementation is None and not exact
     recipe = resolved(op, recipe, (x, *first, w2), sizes, is_free)
-    warn_of_fixed_keys(op, recipe)
+    if vars(recipe)["dgrad"].rounding or vars(recipe)["wgrad"].rounding:
+        warn_of_fixed_keys(op, recipe)
     recipes = _beside_first(op, names, first, recipe), recipe_beside(op, "w_down", w2, recipe)
     keep_rows = not recipe.has_windows and _may_be_split()
     layouts = [

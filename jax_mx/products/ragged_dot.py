@@ -90,7 +90,8 @@ def ragged_dot(
         wanted = preferred_element_type or plain.dtype
         a, b = plain.operands
         return jax.lax.ragged_dot(a, b, jnp.asarray(group_sizes), precision, wanted)
-    warn_of_fixed_keys(op, recipe)
+    if vars(recipe)["dgrad"].rounding or vars(recipe)["wgrad"].rounding:
+        warn_of_fixed_keys(op, recipe)
     static = Static(op, None, dtype, is_exact(op, precision), implementation, chosen=recipe.chosen)
     unsplit(op, lhs, weight.floats, weight.quantized, sizes)
     operands = (lhs, None, weight.floats, weight.quantized, clamped(sizes, lhs.shape[0]))
