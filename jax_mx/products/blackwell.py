@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays import tiles
+from jax_mx.arrays import views
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts.chips import TCGEN05
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
@@ -177,7 +177,7 @@ def _code_side(x: MXArray, contracting: Dims, batch: Dims) -> Side:
         scales = x.scales
     else:
         rows = _arranged(x.with_scales_in(ROW_MAJOR).scales, order, lead)
-        scales = tiles.pack(BLOCKED_128X4, rows)
+        scales = views.pack(BLOCKED_128X4, rows)
     return Side(array, scales.reshape(array.shape[0], -1, *scales.shape[-2:]))
 
 
