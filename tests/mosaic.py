@@ -16,7 +16,7 @@ import types
 import jax
 import numpy as np
 
-VERSIONS = ("0.11.2",)  # of JAX, whose interpreter this was written for
+VERSIONS = ("0.11.2", "0.12.0.1")  # of JAX, whose interpreter this was written for
 
 
 def missing() -> str:
@@ -103,20 +103,22 @@ def _teach() -> None:
     def multiplied(self, *args):
         if self.a_scale_key is None:
             return multiply(self, *args)
-        a, b = (
-            memory().get_buffer_content(key, memory().access(key, transforms), self.thread)[0]
-            for key, transforms in (
-                (self.a_scale_key, self.a_scale_transforms),
-                (self.b_scale_key, self.b_scale_transforms),
-            )
-        )
+        keys = (self.a_scale_key, self.b_scale_key)
+        transforms = (self.a_scale_transforms, self.b_scale_transforms)
+        reads = [(k, memory().access(k, t)) for k, t in zip(keys, transforms, strict=True)]
+        a, b = (memory().get_buffer_content(*read, self.thread)[0] for read in reads)
         columns = self.b_access.shape[1]
         changes = {
             self.a_key: lambda codes: scaled(codes, a),
             self.b_key: lambda codes: scaled(codes.T, b[:columns]).T,
         }
         plain = dataclasses.replace(self, a_scale_key=None, b_scale_key=None)
-        return seeing(changes, multiply, plain, *args)
+        clock = seeing(changes, multiply, plain, *args)
+        for read in reads if clock is not None else ():
+            gpu_callbacks.get_races().check_read(
+                self.thread, clock.generic_clock, *read, source_info=self.source_info
+            )
+        return clock
 
     def padded(content, shape, dtype, fill):
         whole = np.zeros(shape, dtype)  # TMA fills with zero bytes; of E8M0, 0 itself is NaN
@@ -163,8 +165,16 @@ def executed(function, lenient=False, **params):
     return run
 
 
-def found_races() -> bool:
-    """Whether the last program that looked for races has one."""
+def races(function, *args) -> tuple[bool, object]:
+    """Whether two accesses of a program are in no order, and what it gives, if anything."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    return gpu_callbacks.get_races().races_found
+    # Copies that share a number count as one after the other.
+    run = executed(function, detect_races=True, num_tma_threads_per_device=64)
+    try:
+        result = run(*args)
+    except jax.errors.JaxRuntimeError as error:  # JAX 0.12 raises what earlier ones print
+        if "race detected" not in str(error).lower():
+            raise
+        return True, None
+    return gpu_callbacks.get_races().races_found, result

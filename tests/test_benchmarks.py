@@ -20,9 +20,9 @@ from benchmarks import (
     baselines,
     counters,
     issue_model,
-    moe_sharded,
     peers,
     plot,
+    product_model,
     products,
     quantizers,
     record,
@@ -781,22 +781,6 @@ def test_a_training_step_on_several_devices(rows_by):
         assert row["losses"][1] < row["losses"][0] < 8
 
 
-def test_which_tokens_an_all_to_all_sends():
-    """Each shard gets the codes of the tokens that want its experts, and zeros for others."""
-    rng = np.random.default_rng(0)
-    experts = rng.integers(-1, 8, (4 * 6, 2)).astype(np.int32)
-    wants = np.array([[shard in each // 2 for each in experts] for shard in range(4)])
-    assert np.array_equal(moe_sharded.wanted(jnp.asarray(experts), 4, 2), wants)
-    x = jnp.asarray(rng.normal(size=(4 * 6, 64)), jnp.bfloat16)
-    devices = jax.devices("cpu")[:4]
-    kinds = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((1, 4), ("data", "d"), axis_types=kinds, devices=devices)
-    with jax.set_mesh(mesh):
-        got = moe_sharded.dispatches(mesh, 2)["mx, all-to-all"](x, jnp.asarray(experts))
-    want = jnp.where(wants[:, :, None], x, 0).reshape(-1, 64)  # of each shard all tokens
-    assert_same_array(got, jax.jit(jax_mx.quantize)(want))
-
-
 def test_routing_is_a_table(rows_by):
     rows = rows_by("moe", "--smoke", "--cases", "routing")
     drawn = tables._routing([*rows, {"case": "forward"}])
@@ -903,6 +887,19 @@ def test_what_a_table_measures_is_a_command(name):
 
 
 # ---- the issue model ---
+def test_the_bound_of_products():
+    """One by hand, and none above what a chip's matrix cores can do."""
+    fp8 = FORMATS["mxfp8_e4m3"]
+    matrix, shared = product_model.clocks("B200", fp8, product_model.Tile(128, 256))
+    # 15,474 operations a clock and core; 384 bytes for an element of K, 128 a clock.
+    assert (round(matrix, 3), shared) == (4.235, 3.0)
+    dense = product_model.bound("B200", products.PRODUCTS[0], fp8)
+    # 2048 tiles on 148 cores: 14 after each other, of 7168 elements.
+    assert dense["us at least"] == pytest.approx(14 * 7168 * 4.2352 / 1965, abs=0.02)
+    assert dense["of"] == "matrix cores"
+    assert runner.run(["product_model"]) == 0
+
+
 def test_the_ratio_is_issued_over_needed():
     chip = issue_model.Chip("sm_100f", cores=100, ghz=2.0, tb_per_s=8.0)
     # 25.6e12 lanes' instructions a second; 2e12 elements of 4 bytes; 12.8 instructions each.

@@ -52,13 +52,19 @@ OF_ROWS = numbers(axes=(1, 2), groups=ROWS)
 OF_SUMS = numbers(groups=SUMS, align=128)
 
 
-@functools.cache
-def compiled(own, name, reads_floats, **params):
-    def product(lhs, rhs, sizes):
+def product(own, name="tcgen05", reads_floats=False):
+    """An implementation, as a function of operands and sizes."""
+
+    def run(lhs, rhs, sizes):
         served = Served(name, reads_floats=reads_floats)
         return IMPLEMENTATIONS[name].compute(Contraction(own, lhs, rhs, sizes), served)
 
-    return mosaic.executed(product, **params)
+    return run
+
+
+@functools.cache
+def compiled(own, name, reads_floats, **params):
+    return mosaic.executed(product(own, name, reads_floats), **params)
 
 
 def multiplied(own, lhs, rhs, sizes=None, name="tcgen05", reads_floats=False, **params):
@@ -221,28 +227,25 @@ def test_the_smallest_and_largest_scales(scales):
 
 
 # ---- that these tests can fail ---
-def without_wait(monkeypatch):
+def with_one_buffer(monkeypatch):
     """Steps overwrite the scales of the step that is under way."""
-    scratch = tcgen05._scratch
+    multiply = tcgen05._multiply
 
-    def one_buffer(*args):
-        own = scratch(*args)
-        own["factors"] = own["factors"][:1] * 2
-        return own
+    def mistaken(steps, fetch, scratch):
+        multiply(steps, fetch, scratch | {"factors": scratch["factors"][:1] * 2})
 
-    monkeypatch.setattr(tcgen05, "_scratch", one_buffer)
+    monkeypatch.setattr(tcgen05, "_multiply", mistaken)
 
 
 @executed
-@pytest.mark.parametrize("change", [None, without_wait])
+@pytest.mark.parametrize("change", [None, with_one_buffer])
 def test_no_race(change, monkeypatch):
     """The interpreter looks for two accesses of which nothing says which comes first."""
     if change:
         change(monkeypatch)
     x, w = (integers(rng(i), (n, 1280), MXFP8_E4M3) for i, n in enumerate((128, 40)))
-    program = compiled.__wrapped__(numbers(), "tcgen05", False, detect_races=True)
-    y = program(tiled(x), tiled(w), None)
-    assert mosaic.found_races() == bool(change)
+    has_race, y = mosaic.races(product(numbers()), tiled(x), tiled(w), None)
+    assert has_race == bool(change)
     if not change:
         assert_equal(y, wanted(x, w))
 
@@ -263,9 +266,9 @@ def test_mistakes_are_noticed(mutation, monkeypatch):
     own = blackwell._items_of_rows
     monkeypatch.setattr(blackwell, "_items_of_rows", lambda *args: MUTATIONS[mutation](own(*args)))
     x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(1), (2, 136, 160), MXFP8_E4M3)
-    program = compiled.__wrapped__(OF_ROWS, "tcgen05", False)
-    y = program(tiled(x), tiled(w), jnp.array([70, 150], jnp.int32))
-    with pytest.raises(AssertionError, match="differ"):
+    program = mosaic.executed(product(OF_ROWS))
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=r"differ|Out-of-bounds"):
+        y = program(tiled(x), tiled(w), jnp.array([70, 150], jnp.int32))
         assert_equal(y, wanted(x, w, [70, 150]))
 
 
@@ -296,6 +299,7 @@ def gradients(x, w, sizes, recipe):
     return y, dx, dw
 
 
+OPERANDS = ("lhs", "rhs", "sizes")
 LAYERS = {
     "dense": ((2, 96, 96), (96, 160), None),
     "groups": ((200, 96), (3, 96, 160), [70, 0, 100]),
@@ -332,18 +336,25 @@ def test_layers_by_the_kernel(name, recipe, on_blackwell, monkeypatch):
     x, w = (jnp.asarray(rng(i).integers(-2, 3, s), jnp.float32) for i, s in enumerate(shapes))
     sizes = None if sizes is None else jnp.asarray(sizes, jnp.int32)
     want = gradients(x, w, sizes, recipe)
-    served = []
+    names = []
 
-    def decide(call, target):
-        del target
-        served.append(decided(call, "cuda", ["sm_100"]).served)
-        return served[-1]
+    def multiplied(call):
+        types = {name: jax.tree.map(jax.typeof, getattr(call, name)) for name in OPERANDS}
+        served = decided(dataclasses.replace(call, **types), "cuda", ["sm_100"]).served
+        names.append(served.implementation)
+        row = IMPLEMENTATIONS[served.implementation]
 
-    monkeypatch.setattr(multiply, "decide", decide)
-    jax.clear_caches()
-    got = mosaic.executed(lambda x, w: gradients(x, w, sizes, recipe))(x, w)
-    jax.clear_caches()
-    assert [each.implementation for each in served] == ["tcgen05"] * 3
+        def run(lhs, rhs, sizes):
+            own = dataclasses.replace(call, lhs=lhs, rhs=rhs, sizes=sizes)
+            return row.compute(own, served)
+
+        with jax.disable_jit(False):
+            return mosaic.executed(run)(call.lhs, call.rhs, call.sizes)
+
+    monkeypatch.setattr(multiply, "multiplied", multiplied)
+    with jax.disable_jit():  # each product has arrays
+        got = gradients(x, w, sizes, recipe)
+    assert names == ["tcgen05"] * 3
     for y, wants in zip(got, want, strict=True):
         assert_equal(y, np.asarray(wants))
 

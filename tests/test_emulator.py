@@ -94,6 +94,9 @@ SCALAR = {
     "s_or_b64": [((BIG, 1), 0, BIG | 1, 1)],
     "s_xor_b64": [((BIG | 1, 1), 0, BIG, 1), ((BIG, BIG), 1, 0, 0)],
     "s_andn2_b64": [((BIG | 1, 1), 0, BIG, 1), ((1, BIG | 1), 1, 0, 0)],
+    "s_bcnt1_i32_b64": [((BIG | 5,), 0, 3, 1), ((0,), 1, 0, 0)],
+    "s_bitcmp0_b32": [((4, 2), 1, None, 0), ((4, 33), 0, None, 1)],
+    "s_bitcmp1_b32": [((4, 34), 0, None, 1), ((4, 1), 1, None, 0)],
     "s_lshl_b32": [((3, 33), 0, 6, 1), ((0x80000000, 1), 1, 0, 0)],
     "s_lshl1_add_u32": [((0x80000000, 3), 0, 3, 1)],
     "s_lshl2_add_u32": [((3, 1), 1, 13, 0), ((0x40000000, 0), 0, 0, 1)],
@@ -124,6 +127,7 @@ for _name, _results in _COMPARE.items():  # of (1, 2), (2, 2), (-1, 2) unsigned
             ]
 SCALAR["s_cmpk_eq_u32"] += [((0xFFFF, 0xFFFF), 0, None, 1), ((M1, 0xFFFF), 1, None, 0)]
 SCALAR["s_cmpk_eq_i32"] += [((M1, 0xFFFF), 0, None, 1), ((0xFFFF, 0xFFFF), 1, None, 0)]
+COUNTS = ("s_bcnt1_i32_b64",)  # 32 bits of 64
 WIDE = {name for name, (kinds, _) in isa.SCALAR.items() if "U" in kinds[:1] or "I" in kinds[:1]}
 
 
@@ -143,11 +147,11 @@ def test_scalar(name):
             ]
             names = {f"ssrc{i}": operand for i, operand in enumerate(operands)}
             if result is not None:
-                names["sdst"] = s[8:9] if wide else s[8]
+                names["sdst"] = s[8:9] if wide and name not in COUNTS else s[8]
             state = execute(make(**names), scalars={4 + 2 * i: x for i, x in enumerate(sources)},
                             scc=bool(before))  # fmt: skip
         if result is not None:
-            got = int(state.pair(8)[0]) if wide else int(state.scalar[8, 0])
+            got = int(state.pair(8)[0]) if wide and name not in COUNTS else int(state.scalar[8, 0])
             assert got == result, (sources, hex(got))
         assert int(state.scc[0]) == (before if after is None else after), sources
 
@@ -537,6 +541,168 @@ def test_conversions_to_16_bits():
             execute(code, vectors={0: inputs, 1: inputs}, arch="gfx942")
 
 
+# ---- matrices ---
+ONES = {0: 0x38, 1: 0x3C, 4: 0x2}  # 1.0 in the formats of cbsz and blgp: e4m3, e5m2, e2m1
+# By AMD's measurement, composable_kernel's test/mx_mfma_op: for the rows of a matrix that 16 or 32
+# lanes have, the column of each of a lane's codes, and the lanes whose scale it has.
+PLACES = {  # (side, bits): the column of code i of the g-th lanes
+    (16, 8): lambda g, i: 16 * g + i % 16 + 64 * (i // 16),
+    (16, 4): lambda g, i: 32 * g + i,
+    (32, 8): lambda g, i: 16 * g + i % 16 + 32 * (i // 16),
+    (32, 4): lambda g, i: 32 * g + i,
+}
+SCALED = {
+    16: ins.v_mfma_scale_f32_16x16x128_f8f6f4,
+    32: ins.v_mfma_scale_f32_32x32x64_f8f6f4,
+}
+A, B, C, D, SCALES = 0, 8, 16, 16, 48  # vector registers
+
+
+def place_in(side: int, row: int, col: int) -> tuple[int, int]:
+    """Which of D's registers, and lane, has an element; by AMD's register layouts."""
+    if side == 16:
+        return row % 4, row // 4 * 16 + col
+    return row // 8 * 4 + row % 4, row // 4 % 2 * 32 + col
+
+
+def codes_at(vector, register: int, places, format: int) -> None:
+    """1.0 into codes (lane, number) of registers, which are zeros otherwise."""
+    vector[register : register + 8] = 0
+    bits = 4 if format == 4 else 8
+    for lane, i in places:
+        word, shift = divmod(i * bits, 32)
+        vector[register + word, 0, lane] |= U32(ONES[format] << shift)
+
+
+def multiplied(side, formats, a, b, scales=(127, 127), total=0.0, **fields):
+    """D, as rows and columns, of codes 1.0 at places of A and of B; a scale for all or by lane."""
+    code = SCALED[side](
+        vdst=v[D : D + side * side // 64 - 1], src0=v[A : A + 7 - 4 * (formats[0] == 4)],
+        src1=v[B : B + 7 - 4 * (formats[1] == 4)], src2=v[C : C + side * side // 64 - 1],
+        scale_src0=256 + SCALES, scale_src1=257 + SCALES, cbsz=formats[0], blgp=formats[1],
+        **{"abid": 1, "x2encoding": 0xD3AC, **fields},
+    )  # fmt: skip
+    emulator = of_code(code)
+    vector = np.full((64, 1, 64), GARBAGE, U32)
+    for register, places, format in zip((A, B), (a, b), formats, strict=True):
+        codes_at(vector, register, places, format)
+    vector[C : C + 16] = f32(total)
+    for i, scale in enumerate(scales):
+        vector[SCALES + i, 0] = scale
+    scalar = np.full((128, 1), GARBAGE, U32)
+    scalar[EXEC] = scalar[EXEC + 1] = 0  # which it ignores
+    state = Waves(Space(Global(), Shared(1, 0), 3), 0, np.zeros(1, int), scalar, vector)
+    with np.errstate(all="ignore"):
+        emulator.run(state)
+    floats = state.vector[D : D + 16].view(np.float32)
+    return np.array([
+        [floats[r, 0, lane] for r, lane in (place_in(side, row, col) for col in range(side))]
+        for row in range(side)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("formats", [(0, 0), (1, 4), (4, 0), (4, 4)])
+@pytest.mark.parametrize("side", SCALED)
+def test_matrices_of_codes(side, formats):
+    """Two codes meet where they have the same column, and each has the scale of its block."""
+    sides = [PLACES[side, 4 if format == 4 else 8] for format in formats]
+    for lanes, codes in (((3, side + 5), (1, 2)), ((63, 2), (31, 17)), ((0, 63), (16, 31))):
+        (a, b), (m, n) = zip(lanes, codes, strict=True), (lane % side for lane in lanes)
+        columns = [of(lane // side, i) for of, (lane, i) in zip(sides, (a, b), strict=True)]
+        # Each lane has a scale of its own, of which the block's counts.
+        scales = np.arange(64) + 100, np.arange(64) + 90
+        every = [(lane, i) for lane in range(n, 64, side) for i in range(32)]  # all of B's row
+        blocks = [own[lane_row + side * (columns[0] // 32)] - 127.0
+                  for own, lane_row in zip(scales, (m, n), strict=True)]  # fmt: skip
+        want = np.zeros((side, side))
+        want[m, n] = 2.0 ** sum(blocks)
+        got = multiplied(side, formats, [a], every, scales)
+        np.testing.assert_array_equal(got, want)
+        got = multiplied(side, formats, [a], [b])
+        assert (got != 0).sum() == (columns[0] == columns[1])
+        assert (multiplied(side, formats, [a], [], total=0.5) == 0.5).all()
+
+
+@pytest.mark.parametrize("side", SCALED)
+def test_scales_of_matrices(side):
+    """A byte of the register; 255 makes a row NaN, 0 is 2^-127."""
+    row, col = [(5, 0)], [(7, 0)]
+    for byte in range(4):
+        words = [0xFFFFFFFF ^ (0xFF ^ n) << 8 * byte for n in (0, 254)]
+        picks = {"opsel": 3 * (byte & 1), "opsel_hi": 3 * (byte >> 1)}
+        got = multiplied(side, (0, 0), row, col, words, **picks)
+        assert got[5, 7] == 1 and np.count_nonzero(got) == 1
+    words = np.full(64, 127), 127
+    words[0][5 + side] = 255  # of a block of zeros
+    got = multiplied(side, (0, 0), row, col, words)
+    assert np.isnan(got[5]).all() and np.isnan(got).sum() == side
+
+
+@pytest.mark.parametrize(
+    "code,side,many",
+    [(ins.v_mfma_f32_16x16x16_bf16, 16, 4), (ins.v_mfma_f32_32x32x8_bf16, 32, 4)],
+)
+def test_matrices_of_bfloat16(code, side, many):
+    """A lane has four neighbours of a row; sums go to accumulators, and C is a constant."""
+    rng = np.random.default_rng(side)
+    depth = 64 // side * many
+    a, b = (rng.integers(-4, 5, (side, depth)).astype(np.float32) for _ in range(2))
+    emulator = of_code(
+        code(vdst=v[0 : side * side // 64 - 1], src0=v[0:1], src1=v[2:3], src2=1.0, acc_cd=1),
+        *(ins.v_accvgpr_read(vdst=v[4 + i], src0=v[i]) for i in range(side * side // 64)),
+        arch="gfx942",
+    )
+    vector = np.full((64, 1, 64), GARBAGE, U32)
+    for register, matrix in ((0, a), (2, b)):
+        halves = matrix.view(U32) >> U32(16)
+        for lane in range(64):
+            own = halves[lane % side, many * (lane // side) :][:many]
+            vector[register : register + 2, 0, lane] = own[::2] | own[1::2] << U32(16)
+    scalar = np.full((128, 1), 0xFFFFFFFF, U32)
+    space = Space(Global(), Shared(1, 0), 3, accumulators=40)
+    state = Waves(space, 0, np.zeros(1, int), scalar, vector)
+    emulator.run(state)
+    floats, want = state.vector[4:20].view(np.float32), a @ b.T + 1
+    for row, col in itertools.product(range(side), repeat=2):
+        register, lane = place_in(side, row, col)
+        assert floats[register, 0, lane] == want[row, col], (row, col)
+    assert (state.vector[40, 0] == state.vector[4, 0]).all()
+
+
+def test_accumulators():
+    """Copies to and from them, in active lanes; loads and stores of memory."""
+    data = np.array([5, 6, 7, 8], U32)
+    out = np.zeros(64, U32)
+    memory = Global()
+    at, to = memory.add(data), memory.add(out, writable=True)
+    code = [
+        ins.v_accvgpr_write(vdst=v[1], src0=v[0]),
+        ins.global_load_dword(vdst=v[2], addr=v[4], saddr=s[8:9], acc=1),
+        ins.v_accvgpr_mov_b32_e32(vdst=v[3], src0=v[2]),
+        ins.v_accvgpr_read(vdst=v[OUT], src0=v[3]),
+        ins.v_accvgpr_read(vdst=v[OUT + 1], src0=v[1]),
+        ins.global_store_dword(data=v[2], addr=v[5], saddr=s[10:11], acc=1),
+    ]
+    emulator = of_code(*code)
+    vector = np.full((64, 1, 64), GARBAGE, U32)
+    vector[0], vector[4], vector[5] = 9, np.arange(64) % 4 * 4, np.arange(64) * 4
+    scalar = np.full((128, 1), 0xFFFFFFFF, U32)
+    scalar[8:12, 0] = [at & M1, at >> 32, to & M1, to >> 32]
+    scalar[EXEC, 0] = 0xFFFFFFF7
+    space = Space(memory, Shared(1, 0), 3, accumulators=32)
+    state = Waves(space, 0, np.zeros(1, int), scalar, vector)
+    emulator.run(state)
+    assert list(state.vector[OUT, 0, :5]) == [5, 6, 7, GARBAGE, 5]
+    assert list(state.vector[OUT + 1, 0, 2:5]) == [9, GARBAGE, 9]
+    assert list(state.vector[33:36, 0, 2]) == [9, 7, 7] and list(out[:5]) == [5, 6, 7, 0, 5]
+
+
+def test_a_lane_by_its_number():
+    code = ins.v_readlane_b32(vdst=v[30], src0=v[0], src1=s[8])
+    state = execute(code, vectors={0: range(64)}, scalars={8: 64 + 7}, exec_=1)
+    assert state.scalar[30, 0] == 7
+
+
 def test_truth_table():
     """gfx950's v_bitop3: bit 4 * a + 2 * b + c of the table."""
     a, b, c = 0b11110000, 0b11001100, 0b10101010
@@ -924,6 +1090,11 @@ def test_every_instruction_has_expectations():
         *(f"v_cvt_pk_{kind}_f32" for kind in ("fp8", "bf8", "bf16", "f16")),
     }
     assert set(isa.TRUTH_TABLES) == {"v_bitop3_b32", "v_bitop3_b16"}
+    bfloat16 = {"v_mfma_f32_16x16x16_bf16", "v_mfma_f32_32x32x8_bf16"}
+    assert set(isa.MATRICES) - bfloat16 == {
+        "v_mfma_scale_f32_16x16x128_f8f6f4",
+        "v_mfma_scale_f32_32x32x64_f8f6f4",
+    }
     tested = {name for name, _, _ in LOADS} | {read for _, _, read in LDS}
     assert set(isa.LOADS) - tested == {"u16_d16_hi", "u8_d16"}  # test_lds_two_at_once
     tested = {name for name, _, _ in STORES} | {write for write, _, _ in LDS}

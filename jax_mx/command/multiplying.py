@@ -22,15 +22,19 @@ _BINARIES = ("matmul", "wgrad")
 
 def multiplying() -> list[dict[str, Any]]:
     """For each arch, what serves products in MXFP8 and how its kernels were executed."""
-    found = []
+    found: list[dict[str, Any]] = []
     for archs in ARCHS.values():
         for arch, chips in archs.items():
             chip = next(iter(chips))
             served = {"dense": dense_on(chip), "grouped": grouped_on(chip)}
             names = dict.fromkeys(name for names in served.values() for name in names)
             hows = {name: how for name in names if (how := executed(name, arch))}
-            found.append({"arch": arch, "products": ", ".join(chips.values())} | served)
-            found[-1]["executed"] = hows
+            facts: dict[str, Any] = {
+                "arch": arch,
+                "products": ", ".join(chips.values()),
+                "executed": hows,
+            }
+            found.append(facts | served)
     return found
 
 

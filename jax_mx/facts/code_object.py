@@ -41,6 +41,7 @@ class Kernel:
     arguments: int  # bytes
     rsrc1: int
     rsrc2: int
+    rsrc3: int
     properties: int
     metadata: dict[str, Any]
 
@@ -60,6 +61,11 @@ class Kernel:
     def workgroup_ids(self) -> list[int]:
         """Which of x, y, z follow them."""
         return [axis for axis in range(3) if self.rsrc2 >> 7 + axis & 1]
+
+    @property
+    def accumulators(self) -> int:
+        """The first of the vector registers that instructions call accumulators."""
+        return 4 * ((self.rsrc3 & 63) + 1)
 
     @property
     def float32_mode(self) -> tuple[int, int]:
@@ -109,9 +115,9 @@ class CodeObject:
 
     def _kernel(self, metadata: dict[str, Any], at: int) -> Kernel:
         lds, scratch, arguments, _, entry = struct.unpack_from("<IIIIq", self.memory, at)
-        _, rsrc1, rsrc2, properties = struct.unpack_from("<IIIH", self.memory, at + 44)
+        rsrc3, rsrc1, rsrc2, properties = struct.unpack_from("<IIIH", self.memory, at + 44)
         sizes = (at + entry, lds, scratch, arguments)
-        return Kernel(metadata[".name"], *sizes, rsrc1, rsrc2, properties, metadata)
+        return Kernel(metadata[".name"], *sizes, rsrc1, rsrc2, rsrc3, properties, metadata)
 
 
 def _metadata(elf: ELFFile) -> dict[str, Any]:

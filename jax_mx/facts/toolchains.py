@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 COMPILERS: Mapping[str, Mapping[str, str]] = {
     "cutedsl": {"nvidia-cutlass-dsl": "4.8.1"},
-    "flydsl": {"flydsl": "0.4.2", "ziglang": "0.17.1"},
+    "flydsl": {"flydsl": "0.5.0", "ziglang": "0.17.1"},
 }
 # Beyond the DSL: what reads compiled binaries.
 READERS: Mapping[str, tuple[str, ...]] = {

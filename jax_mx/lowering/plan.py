@@ -262,6 +262,7 @@ class ProductPlan:
         columns.
       floats: the dtype of its floats, where kernels take several.
       source: what makes the floats, of "amaxes"; they come out, too.
+      tiled: whether x's values and scales lie in AMD's tiles, and W's; kernels for AMD read them.
       parts: of these floats' rows, each of which has amaxes of columns of its own.
     """
 
@@ -276,6 +277,7 @@ class ProductPlan:
     free: bool = False
     floats: str = ""
     source: Source = X
+    tiled: tuple[bool, bool, bool, bool] = (False, False, False, False)
     parts: int = 1
     # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
@@ -305,8 +307,8 @@ class ProductPlan:
 
     @property
     def scalars(self) -> dict[str, int]:
-        """The numbers that a kernel may ask for by name: a product's asks for none."""
-        return {}
+        """The numbers that a kernel may ask for by name."""
+        return {"tiled": sum(is_tiled << i for i, is_tiled in enumerate(self.tiled))}
 
     def product(self, dsl: str) -> ProductKernel:
         """The kernel that it asks for, which may be none of those that there are."""

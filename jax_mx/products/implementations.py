@@ -20,12 +20,12 @@ from jax_mx.arrays.checks import is_symbolic
 from jax_mx.arrays.sharding import shards_of
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_DTYPE
-from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, ScaleLayout
+from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_32X8, ScaleLayout
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, dequantize
-from jax_mx.products import blackwell, jax_blackwell, kernel_plans, kernels
+from jax_mx.products import amd, blackwell, jax_blackwell, kernel_plans, kernels
 from jax_mx.products.contraction import (
     SUMS,
     Contraction,
@@ -402,6 +402,10 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
             kernels.NAME, "cuda", kernels.support, kernels.run, kernels.preferred, FP8_ERROR
         ),
         *map(_tiling, kernel_plans.ROWS),
+        ProductImplementation(
+            amd.NAME, "rocm", amd.support, amd.run, _on(chip_table.chips_of("flydsl").__contains__),
+            layouts=(SHUFFLED_32X8, ROW_MAJOR),
+        ),
         ProductImplementation(
             blackwell.NAME, "cuda", blackwell.support, blackwell.run,
             _on(chip_table.TCGEN05.__contains__), FP8_ERROR, layouts=(BLOCKED_128X4, ROW_MAJOR),

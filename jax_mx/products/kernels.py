@@ -222,8 +222,8 @@ def run(contraction: Contraction, served: Served) -> jax.Array:
         return kernel_plans.by_plan(plan, a, b).reshape(*batch, *free, *columns)
     if plan.op == "matmul" and isinstance(x, MXArray):
         x = floats_of(x)
-    a, free = _matrix(x, numbers.contracting[0][0], numbers.batch[0])
-    b, columns = _matrix(w, numbers.contracting[1][0], numbers.batch[1], plan.free)
+    a, free = matrix(x, numbers.contracting[0][0], numbers.batch[0])
+    b, columns = matrix(w, numbers.contracting[1][0], numbers.batch[1], plan.free)
     return kernel_plans.by_plan(plan, a, b).reshape(*batch, *free, *columns)
 
 
@@ -250,7 +250,7 @@ def swapped_floats(x: Any, swapped: bool = False) -> jax.Array:
     return x.mT if swapped else x
 
 
-def _matrix(
+def matrix(
     x: Any, contracted: int, batch: Sequence[int], is_free: bool = False
 ) -> tuple[Any, list[int]]:
     """An operand as (batch, rows, K) or (rows, K), and the lengths that make up its rows.

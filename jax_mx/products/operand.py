@@ -31,7 +31,7 @@ from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessin
 from jax_mx.ops.quantizing import WithSums, called
 from jax_mx.ops.requantize import requantize
 from jax_mx.products.arrangements import Arrangement, padded
-from jax_mx.products.blackwell import layout_for_trace
+from jax_mx.products.reads import layout_for_trace
 
 
 class Use(NamedTuple):

@@ -43,6 +43,7 @@ class Space:
     memory: Global
     shared: Shared
     subnormals: int  # bits, where waves begin: float32 operands keep theirs, results keep theirs
+    accumulators: int = 256  # the first of the vector registers that are called accumulators
 
 
 class Waves:
@@ -183,7 +184,8 @@ class Emulator:
         at_once = max(LANES // threads, 1)
         for start in range(0, len(numbers), at_once):
             part = numbers[start : start + at_once]
-            space = Space(memory, Shared(len(part), kernel.lds), kernel.float32_mode[1])
+            lds, mode = Shared(len(part), kernel.lds), kernel.float32_mode[1]
+            space = Space(memory, lds, mode, kernel.accumulators)
             with np.errstate(all="ignore"):
                 waves = self._start(kernel, space, address, grid, block, part)
                 self.run(waves, order, -(-threads // 64))
@@ -304,7 +306,7 @@ class Emulator:
         """What the instruction at `pc` does, its size and its name."""
         data = bytes(self.code.memory[pc : pc + 16])
         known = _known.setdefault((self.code.arch, self.fnuz_negative_zero), {})
-        for size in (4, 8):  # no instruction is the beginning of another
+        for size in (4, 8, 16):  # no instruction is the beginning of another
             if data[:size] in known:
                 return known[data[:size]]
         try:
@@ -318,7 +320,7 @@ class Emulator:
             if translate is None:
                 raise KeyError(form)
             step = translate(name, inst, pc + inst.size())
-        except (KeyError, AttributeError, NotImplementedError) as error:
+        except (KeyError, IndexError, AttributeError, NotImplementedError) as error:
             raise NotImplementedError(f"{name} ({form}) at {pc:#x}: {error}") from error
         if not isinstance(step, Branch):  # its target depends on where it is
             known[data[: inst.size()]] = step, inst.size(), name
@@ -411,6 +413,8 @@ class Emulator:
         if name == "v_readfirstlane_b32":
             (source,) = self._vectors("u", (inst.src0.offset,), inst)
             return _first_lane(source, inst.vdst.offset % VECTORS)
+        if name == "v_accvgpr_mov_b32":
+            return _copy_accumulator(inst.src0.offset, True, inst.vdst.offset, True)
         if name == "v_swap_b32":
             return _swap(inst.src0.offset, inst.vdst.offset)
         sources = self._vectors(isa.VECTOR[name][0], (inst.src0.offset,), inst)
@@ -432,6 +436,9 @@ class Emulator:
         if name in isa.TRUTH_TABLES:
             return self._truth_table(name, inst, registers)
         _only(inst, omod=0)
+        if name == "v_readlane_b32":
+            (source,) = self._vectors("u", registers[:1], inst)
+            return _one_lane(source, _scalar_source("u", registers[1], None), registers, inst)
         if (name, self.code.arch) in isa.CONVERSIONS:
             return self._convert(name, inst, registers)
         kinds = isa.VECTOR[name][0]
@@ -522,8 +529,61 @@ class Emulator:
 
         return step
 
+    def _vop3p_mfma(self, name: str, inst: Any, _: int) -> Step:
+        """A product of matrices, in all lanes, whatever EXEC says."""
+        _only(inst, abid=0, blgp=0, cbsz=0)
+        if self.code.arch not in isa.MATRICES[name].archs:
+            raise NotImplementedError(f"{self.code.arch} has no {name}")
+        return self._matrix_step(isa.MATRICES[name], inst, ("", ""), lambda w: ((), ()))
+
+    def _vop3px2(self, name: str, inst: Any, _: int) -> Step:
+        """The same of codes with scales, of which each lane has one in a byte of a register."""
+        _only(inst, x2encoding=0xD3AC, abid=1, neg=0, neg_hi=0)  # 1: it has scales
+        if self.code.arch not in isa.MATRICES[name].archs:
+            raise NotImplementedError(f"{self.code.arch} has no {name}")
+        if inst._raw & _NO_FIELD:
+            raise NotImplementedError("bits of no field")
+        formats = tuple(isa.CODES[i] for i in (inst.cbsz, inst.blgp))
+        sources = self._vectors("uu", (inst.scale_src0, inst.scale_src1), None)
+        shifts = [8 * ((inst.opsel >> i & 1) + 2 * (inst.opsel_hi >> i & 1)) for i in range(2)]
+
+        def scales(w: Waves) -> tuple:
+            words = (np.broadcast_to(source(w), w.active.shape) for source in sources)
+            pairs = zip(words, shifts, strict=True)
+            return tuple(word >> U32(shift) & U32(0xFF) for word, shift in pairs)
+
+        return self._matrix_step(isa.MATRICES[name], inst, formats, scales)
+
+    def _matrix_step(
+        self, matrix: isa.Matrix, inst: Any, formats: Sequence[str], scales: Callable
+    ) -> Step:
+        counts = [matrix.registers(format) for format in formats]
+        sides = [
+            (source.offset, bool(inst.acc >> i & 1), count)
+            for i, (source, count) in enumerate(zip((inst.src0, inst.src1), counts, strict=True))
+        ]
+        total, to = inst.src2.offset, inst.vdst.offset
+        constant = _constant(total, None, "u")
+        size = matrix.side * matrix.side // 64
+
+        def step(w: Waves) -> None:
+            a, b = (_registers(w, *side) for side in sides)
+            if constant is None:
+                c = _registers(w, total, bool(inst.acc_cd), size)
+            else:
+                c = np.full((size, *w.active.shape), constant, U32)
+            found = matrix.multiplied((a, b), isa.f32(c), formats, scales(w))
+            _registers(w, to, bool(inst.acc_cd), size)[...] = isa.bits(found)
+
+        return step
+
     def _vop3p(self, name: str, inst: Any, _: int) -> Step:
         """Two halves; which half of each source is a choice, and its sign."""
+        if name in ("v_accvgpr_read", "v_accvgpr_write"):
+            writes = name == "v_accvgpr_write"
+            _only(inst, clmp=0, neg=0, neg_hi=0, opsel=0, opsel_hi=3, opsel_hi2=1)
+            _unused(inst.src1, inst.src2)
+            return _copy_accumulator(inst.src0.offset, not writes, inst.vdst.offset, writes)
         _only(inst, clmp=0)
         if name == "v_pk_mov_b32":
             return self._move_two(inst)
@@ -639,7 +699,7 @@ class Emulator:
     _vop1_dpp16 = _vop2_dpp16 = _dpp
 
     def _global(self, name: str, inst: Any, _: int) -> Step:
-        _only(inst, sve=0, acc=0)
+        _only(inst, sve=0)
         offset = U64((inst.offset ^ 0x1000) - 0x1000 & 0xFFFFFFFFFFFFFFFF)
         base, index = inst.saddr.offset, inst.addr.offset
 
@@ -651,18 +711,21 @@ class Emulator:
             return (whole + offset)[w.active]
 
         kind, what = name.removeprefix("global_").split("_", 1)
+        _unused(inst.data if kind == "load" else inst.vdst)
         if kind == "load":
             size, part = isa.LOADS[what]
-            to = inst.vdst.offset
-            return lambda w: write_loaded(w, to, w.space.memory.load(address(w), size), part)
+            to = _register(inst.vdst.offset, inst.acc)
+            return lambda w: write_loaded(w, to(w), w.space.memory.load(address(w), size), part)
         size, part = isa.STORES[what] if kind == "store" else {}[name]
-        data = inst.data.offset - VECTORS
-        return lambda w: w.space.memory.store(address(w), size, stored(w, data, size, part))
+        data = _register(inst.data.offset - VECTORS, inst.acc)
+        return lambda w: w.space.memory.store(address(w), size, stored(w, data(w), size, part))
 
     def _ds(self, name: str, inst: Any, _: int) -> Step:
-        _only(inst, gds=0, acc=0)
+        _only(inst, gds=0)
         index = inst.addr.offset - VECTORS
         both = inst.offset0 | inst.offset1 << 8
+        if not name.startswith(("ds_read", "ds_write")):
+            _only(inst, acc=0)
         if name == "ds_bpermute_b32":
             return _gather_lanes(index, inst.data0.offset - VECTORS, inst.vdst.offset, both)
         if name == "ds_swizzle_b32":
@@ -677,20 +740,22 @@ class Emulator:
             group = np.broadcast_to(w.workgroup[:, None], w.active.shape)[w.active]
             return group, w.vector[index][w.active] + U32(offset)
 
+        _unused(*(() if two and not kind.startswith("read") else (inst.data1,)))
         if kind.startswith("read"):
-            to, words = inst.vdst.offset, max(size // 4, 1)
+            to, words = _register(inst.vdst.offset, inst.acc), max(size // 4, 1)
 
             def read(w: Waves) -> None:
                 loaded = [w.space.shared.load(*places(w, offset), size) for offset in offsets]
                 for i, found in enumerate(loaded):
-                    write_loaded(w, to + i * words, found, part)
+                    write_loaded(w, to(w) + i * words, found, part)
 
             return read
-        data = (inst.data0.offset - VECTORS, inst.data1.offset - VECTORS)
+        data = [_register(d.offset - VECTORS, inst.acc) for d in (inst.data0, inst.data1)]
 
         def write(w: Waves) -> None:
             for register, offset in zip(data, offsets):  # noqa: B905
-                w.space.shared.store(*places(w, offset), size, stored(w, register, size, part))
+                words = stored(w, register(w), size, part)
+                w.space.shared.store(*places(w, offset), size, words)
 
         return write
 
@@ -736,6 +801,11 @@ def write_scalar(w: Waves, register: int, value: np.ndarray) -> None:
         w.scalar[register] = value
     if register in (EXEC - 1, EXEC, EXEC + 1):
         w.look_at_exec()
+
+
+def _register(number: int, accumulates: int) -> Callable[[Waves], int]:
+    """A vector register's number, which is that of an accumulator behind the plain ones."""
+    return lambda w: number + w.space.accumulators * accumulates
 
 
 def write_mask(w: Waves, register: int, lanes: np.ndarray) -> None:
@@ -969,6 +1039,49 @@ def _swap(first: int, second: int) -> Step:
         write_vector(w, second, values[1])
 
     return step
+
+
+def _one_lane(source: Source, lane: Source, registers: Sequence[int], inst: Any) -> Step:
+    """v_readlane_b32: of the lane that a scalar says, active or not."""
+    to = inst.vdst.offset % VECTORS
+
+    def step(w: Waves) -> None:
+        values = np.broadcast_to(source(w), w.active.shape)
+        at = np.broadcast_to(lane(w), len(values)) & U32(63)
+        write_scalar(w, to, values[np.arange(len(values)), at])
+
+    return step
+
+
+# ---- matrices ---
+_NO_FIELD = 0xFF | 3 << 14 | 0x1FF << 50  # of an instruction with scales, in its first half
+
+
+def _registers(w: Waves, register: int, accumulates: bool, count: int) -> np.ndarray:
+    """Vector registers (count, waves, 64), themselves: plain ones, or accumulators behind them."""
+    if register < VECTORS:
+        raise NotImplementedError(f"operand {register} of matrices")
+    first = _register(register - VECTORS, accumulates)(w)
+    if first + count > len(w.vector):
+        raise Fault(f"vector registers {first} to {first + count - 1} of {len(w.vector)}")
+    return w.vector[first : first + count]
+
+
+def _copy_accumulator(register: int, from_: bool, to: int, into: bool) -> Step:
+    """v_accvgpr_read, _write and _mov_b32: between plain vector registers and accumulators."""
+    constant = _constant(register, None, "u")
+
+    def step(w: Waves) -> None:
+        found = constant if constant is not None else _registers(w, register, from_, 1)[0]
+        np.copyto(_registers(w, to, into, 1)[0], found, where=w.active)
+
+    return step
+
+
+def _unused(*registers: Any) -> None:
+    """Raises where a field without use is not 0, as compilers leave it."""
+    if any(register.offset % VECTORS for register in registers):
+        raise NotImplementedError("a register in a field without use")
 
 
 def _nothing(w: Waves) -> None:

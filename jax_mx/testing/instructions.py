@@ -7,7 +7,8 @@ bits unsigned, e for a float16 there; m for a lane mask. Scalars are arrays (wav
 bool to a lane mask.
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -202,6 +203,11 @@ def _reversed(x: np.ndarray) -> np.ndarray:
     return x >> U32(16) | x << U32(16)
 
 
+def _ones(x: np.ndarray) -> np.ndarray:
+    """How many bits of 64 are set."""
+    return np.unpackbits(np.ascontiguousarray(x).view(U8).reshape(-1, 8), axis=1).sum(1, U32)
+
+
 def _field(x: np.ndarray, first: np.ndarray, width: np.ndarray) -> np.ndarray:
     """v_bfe_u32."""
     mask = (U32(1) << (width & U32(31))) - U32(1)
@@ -274,6 +280,9 @@ SCALAR: Mapping[str, Op] = {
     "s_lshr_b32": ("uu", _nonzero(_right)),
     "s_ashr_i32": ("iu", _nonzero(lambda x, n: bits(_right(x, n)))),
     **{f"s_lshl{n}_add_u32": ("uu", _shifted_sum(n)) for n in range(1, 5)},
+    "s_bcnt1_i32_b64": ("U", _nonzero(_ones)),
+    "s_bitcmp0_b32": ("uu", lambda x, n, _: (None, _right(x, n) & U32(1) == 0)),
+    "s_bitcmp1_b32": ("uu", lambda x, n, _: (None, _right(x, n) & U32(1) == 1)),
     "s_lshl_b64": ("Uu", _nonzero(_left64)),
     "s_lshr_b64": ("Uu", _nonzero(_right64)),
     "s_ashr_i64": ("Iu", _nonzero(lambda x, n: bits(_right64(x, n)))),
@@ -416,6 +425,86 @@ PACKED: Mapping[str, str] = {
     "v_pk_add_f32": "v_add_f32",
     "v_pk_fma_f32": "v_fma_f32",
     "v_pk_max_u16": "v_max_u16",
+}
+
+# ---- matrices ---
+# The numbers that cbsz and blgp have for formats of codes, but those of 6 bits.
+CODES: Mapping[int, str] = {0: "float8_e4m3fn", 1: "float8_e5m2", 4: "float4_e2m1fn"}
+
+
+def _table(name: str) -> np.ndarray:
+    """What each code stands for."""
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    return np.arange(16 if "float4" in name else 256, dtype=U8).view(dtype).astype(F64)
+
+
+_TABLES = {name: _table(name) for name in CODES.values()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """An instruction that multiplies matrices: D (side, side) = A (side, depth) @ B^T + C.
+
+    A lane of the g-th `side` lanes has row `lane % side` of A and of B: bfloat16 of neighbours, or
+    codes and a scale. Of 8 bits it has 16 neighbours, and 16 that lie half the depth behind; of 4
+    bits 32 neighbours. Scales are of blocks of 32, the g-th of them. AMD measured that:
+    composable_kernel, test/mx_mfma_op. Sums are as good as float64's and rounded once; the manual
+    does not say how a chip rounds.
+    """
+
+    side: int
+    depth: int
+    archs: tuple[str, ...]
+
+    @property
+    def groups(self) -> int:
+        """How many times `side` lanes a wave has."""
+        return 64 // self.side
+
+    def registers(self, format: str) -> int:
+        """How many registers an operand takes: of a format of codes, or "" of bfloat16."""
+        bits = {"": 16, "float4_e2m1fn": 4}.get(format, 8)
+        return self.side * self.depth * bits // 64 // 32
+
+    def floats(self, words: np.ndarray, format: str) -> np.ndarray:
+        """What the registers (n, waves, 64) stand for: float64 (waves, side, depth)."""
+        octets = np.ascontiguousarray(np.moveaxis(words, 0, -1)).view(U8)
+        lanes = octets.reshape(-1, self.groups, self.side, octets.shape[-1])
+        if not format:
+            whole = np.ascontiguousarray(lanes).view(U16).astype(U32) << U32(16)
+            found = whole.view(F32).astype(F64)[..., None, :]
+        elif format == "float4_e2m1fn":
+            nibbles = np.stack([lanes & U8(15), lanes >> U8(4)], axis=-1)
+            found = _TABLES[format][nibbles].reshape(*lanes.shape[:3], 1, -1)
+        else:
+            found = _TABLES[format][lanes].reshape(*lanes.shape[:3], 2, -1)
+        return found.transpose(0, 2, 3, 1, 4).reshape(-1, self.side, self.depth)
+
+    def scaled(self, floats: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        """Floats times their blocks' scales, of which each lane (waves, 64) has a byte."""
+        factors = np.where(scales == 255, np.nan, np.ldexp(1.0, scales.astype(I32) - 127))
+        blocks = factors.reshape(-1, self.groups, self.side).transpose(0, 2, 1)
+        return floats * np.repeat(blocks, 32, axis=2)
+
+    def multiplied(
+        self, sides: Sequence, total: np.ndarray, formats: Sequence[str], scales: Sequence
+    ) -> np.ndarray:
+        """D, as registers have it, of A and B; `total` is C likewise."""
+        a, b = (self.floats(*pair) for pair in zip(sides, formats, strict=True))
+        if any(formats):
+            a, b = (self.scaled(*pair) for pair in zip((a, b), scales, strict=True))
+        d = a @ b.transpose(0, 2, 1)
+        d = d.reshape(-1, len(total) // 4, self.groups, 4, self.side)
+        d = d.transpose(1, 3, 0, 2, 4).reshape(total.shape)
+        return (total.astype(F64) + d).astype(F32)
+
+
+_BOTH, _LATER = ("gfx942", "gfx950"), ("gfx950",)
+MATRICES: Mapping[str, Matrix] = {
+    "v_mfma_f32_16x16x16_bf16": Matrix(16, 16, _BOTH),
+    "v_mfma_f32_32x32x8_bf16": Matrix(32, 8, _BOTH),
+    "v_mfma_scale_f32_16x16x128_f8f6f4": Matrix(16, 128, _LATER),
+    "v_mfma_scale_f32_32x32x64_f8f6f4": Matrix(32, 64, _LATER),
 }
 
 # Float32 to 4, 8 or 16 bits, two at once. gfx942 has other formats than gfx950 (and than OCP).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import sys
@@ -14,7 +15,8 @@ from typing import Any
 
 from jax_mx.facts.code_object import CodeObject
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.variants import Variant, layouts_of
+from jax_mx.facts.product_kernels import Binary, ProductKernel
+from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels.entry import launches
 from jax_mx.kernels.flydsl.gcn import count_instructions
 
@@ -27,7 +29,7 @@ SPILLS = ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
 
 
 def compile_variant(
-    variant: Variant, arch: str, layouts: Sequence[str] | None = None
+    variant: Binary, arch: str, layouts: Sequence[str] | None = None
 ) -> tuple[bytes, dict[str, Any]]:
     """The code object of `variant` for `arch`, and its manifest entry but for names and hashes.
 
@@ -41,21 +43,28 @@ def compile_variant(
         _prepare_process(Path(folder), arch)
         from jax_mx.kernels.flydsl.kernel import compile_all
 
-        module = importlib.import_module(f"jax_mx.kernels.flydsl.{variant.op}")
         _forbid_unaligned_accesses()
         _forget_locations()
-        # Per layout the entry for aligned operands, then the one that takes any.
-        kernels = {
-            name: [module.kernel_of(variant, arch, SCALE_LAYOUTS[name], a) for a in (True, False)]
-            for name in layouts or layouts_of(variant)
-        }
-        every = [kernel for entries in kernels.values() for kernel in entries]
+        if isinstance(variant, ProductKernel):
+            from jax_mx.kernels.flydsl import products
+
+            every = products.entries(variant, arch)
+            rules = functools.partial(products.launches, every)
+        else:  # per layout the entry for aligned operands, then the one that takes any
+            module = importlib.import_module(f"jax_mx.kernels.flydsl.{variant.op}")
+            of = functools.partial(module.kernel_of, variant, arch)
+            kernels = {
+                name: [of(SCALE_LAYOUTS[name], aligned) for aligned in (True, False)]
+                for name in layouts or layouts_of(variant)
+            }
+            every = [kernel for entries in kernels.values() for kernel in entries]
+            rules = functools.partial(launches, kernels)
         names = [f"{variant.name}_{i}" for i in range(len(every))]
         image = _code_object(compile_all(f"{variant.name}.{arch}", names, every))
     usage = resource_usage(image)
     if sorted(usage) != names:
         raise RuntimeError(f"{variant.name}.{arch}: expected {names}, got {sorted(usage)}")
-    return image, {"launches": launches(kernels, usage)}
+    return image, {"launches": rules(usage)}
 
 
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,221 @@
+"""Products on AMD: the kernels' binaries in an emulator, and what callers get by them.
+
+Small integers, of which sums are exact: results equal float64's. An access outside of an array
+faults, results begin as poison, and addresses are aligned as an entry wants them and no more.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exact import assert_equal, changed, integers, wanted
+
+import jax_mx
+from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
+from jax_mx.facts.product_kernels import PRODUCTS, RESULTS, ProductKernel
+from jax_mx.lowering import store
+
+pytest.importorskip("tinygrad")
+
+from emulation import Program, placed
+
+from jax_mx.facts.code_object import CodeObject
+from jax_mx.testing import emulate
+from jax_mx.testing.emulator import ORDERS
+from jax_mx.testing.memory import Global
+
+KERNELS = [product for product in PRODUCTS if product.implementation == "flydsl"]
+EVERY = [*itertools.product(KERNELS, ARCHS["flydsl"])]
+# Those that tests share, as to compile one takes longer than to test it: every format and arch.
+FEW = [
+    (ProductKernel("matmul_fp8", "flydsl", (MXFP8_E4M3, MXFP8_E4M3), 128), "gfx950"),
+    (ProductKernel("wgrad_fp8", "flydsl", (MXFP8_E4M3, MXFP8_E4M3), 128), "gfx950"),
+    (ProductKernel("matmul_fp8", "flydsl", (MXFP4_E2M1, MXFP8_E5M2), 128), "gfx950"),
+    (ProductKernel("wgrad_fp8", "flydsl", (MXFP8_E5M2, MXFP4_E2M1), 128), "gfx942"),
+]
+each = pytest.mark.parametrize(
+    "variant,arch",
+    [
+        pytest.param(
+            *one,
+            id="-".join((one[0].name, one[1])),
+            marks=[pytest.mark.thorough] * (one not in FEW),
+        )
+        for one in EVERY
+    ],
+)
+
+
+class Product(Program):
+    """A product's call, and the launch that its facts give: of operands, for a y of a dtype."""
+
+    def __init__(self, product, arch, x, w, sizes=None, dtype="float32", tiles=()):
+        sums = product.op == "wgrad_fp8"
+        lead = [len(sizes)] if sums else []
+        self.result = np.zeros((*lead, x.shape[0], w.shape[-2]), FLOAT_DTYPES[dtype])
+        sides = (x, w if w.ndim == 3 or sums else jax.tree.map(lambda a: a[None], w))
+        arrays = [a for i, q in enumerate(sides) for a in in_tiles(q, tiles[2 * i : 2 * i + 2])]
+        arrays.append(None if sizes is None else np.asarray(sizes, np.int32))
+        arrays += [None] * (1 if sums else 3)  # no call has these
+        self.arrays, self.operands = arrays, len(arrays)
+        self.absent = [i for i, a in enumerate(arrays) if a is None]
+        self.dims = [() if a is None else a.shape for a in (*arrays, self.result)]
+        self.shared: list = []
+        artifact = store.get(product, arch)
+        self.code = CodeObject(artifact.image)
+        bits = sum(bool(tile) << i for i, tile in enumerate(tiles))
+        self.rule = artifact.attributes(dtype, {"tiled": bits}, carry=False)
+
+    def y(self, entry=0, order="lockstep", emulator=None) -> np.ndarray:
+        """What an entry gives, of arrays that are aligned as it wants and no more."""
+        memory, addresses, result = Global(), [], None
+        for i, (array, align) in enumerate(
+            zip([*self.arrays, self.result], self.align(entry), strict=True)
+        ):
+            if array is None:
+                addresses.append(0)
+                continue
+            result = placed(array.reshape(-1).view(np.uint8), align, i < self.operands)
+            addresses.append(memory.add(result, i == self.operands, f"buffer {i}"))
+        self.launch(entry, memory, addresses, order, emulator=emulator)
+        return np.ascontiguousarray(result).view(self.result.dtype).reshape(self.result.shape)
+
+
+def in_tiles(q, tiles) -> list[np.ndarray]:
+    """Codes and scales as their bytes lie, in AMD's tiles where these say so, as matrices."""
+    codes_tiled, scales_tiled = tiles or (False, False)  # as `ProductPlan.tiled` has them
+    q = q.with_values_in("shuffled_16x16") if codes_tiled else q
+    q = q.with_scales_in("shuffled_32x8") if scales_tiled else q
+    values, scales = (np.asarray(a).view(np.uint8) for a in (q.values, q.scales))
+    lead = q.shape[:-2]
+    width = q.shape[-1] // q.format.codes_per_byte
+    return [values.reshape(*lead, -1, width), scales.reshape(*lead, len_of(scales, q), -1)]
+
+
+def len_of(scales, q) -> int:
+    """Rows of a matrix of scales: tiles are padded."""
+    return scales.shape[len(q.shape) - 2] * (32 if q.scale_layout.is_tiled else 1)
+
+
+def exact_product(product, arch, shape, sizes=None, *, edit=None, **how) -> tuple:
+    """A call of random integers, and what it must give; `edit` makes other operands of them."""
+    t, n, k = shape
+    rng, sums = np.random.default_rng(t * n + k), product.op == "wgrad_fp8"
+    groups = () if sums or sizes is None else (len(sizes),)
+    x = integers(rng, (t, k), product.formats[0])
+    w = integers(rng, (*groups, n, k), product.formats[1])
+    x, w = edit(x, w) if edit else (x, w)
+    want = wanted(x, w, None if sizes is None else np.asarray(sizes), sums=sums)
+    return Product(product, arch, x, w, sizes, **how), want
+
+
+def compare(product, arch, shape, sizes=None, *, entry=0, order="lockstep", **how):
+    program, want = exact_product(product, arch, shape, sizes, **how)
+    what = f"{product.name} {arch} {shape} {sizes} {entry} {order} {how}"
+    assert_equal(program.y(entry, order), want, what)
+
+
+SHAPES = [(5, 7, 96), (130, 132, 288), (257, 31, 544)]
+SIZES = {
+    "matmul_fp8": [[100, 0, 30], [0, 0, 1, 129], [65, 300, -4]],  # of 130 rows
+    "wgrad_fp8": [[100, 0, 7, 300, 50], [0, 0, 33], [544], [31, 700, -4]],  # of 544 elements
+}
+
+
+@each
+def test_shapes(variant, arch):
+    """Off every tile; both entries, all results, all orders of waves."""
+    turns = zip(SHAPES, itertools.cycle(RESULTS), (*ORDERS,), strict=False)
+    for i, (shape, dtype, order) in enumerate(turns):
+        sizes = [shape[2]] if variant.op == "wgrad_fp8" else None
+        compare(variant, arch, shape, sizes, dtype=dtype, entry=i % 2, order=order)
+        compare(variant, arch, shape, sizes, dtype=dtype, entry=1 - i % 2)
+
+
+@each
+def test_groups_begin_anywhere(variant, arch):
+    shape = (20, 33, 544) if variant.op == "wgrad_fp8" else (130, 33, 160)
+    many = [0] * 66  # more than a wave has lanes
+    for i, sizes in enumerate([*SIZES[variant.op], [*many, *SIZES[variant.op][0]]]):
+        compare(variant, arch, shape, sizes, entry=i % 2)
+
+
+@each
+def test_no_nan_leaves_its_group(variant, arch):
+    """Scales of 255 and codes that are NaN; of the last block, too."""
+
+    def edit(x, w):
+        lead = (0,) * (w.ndim - 2)
+        w = changed(w, scales=[((*lead, 3, 0), 255), ((*lead, 3, -1), 255)])
+        return changed(x, scales=[((2, 0), 255), ((4, -1), 255)]), w
+
+    sizes = [100, 0, 7, 300, 50] if variant.op == "wgrad_fp8" else [3, 0, 60, 50]
+    shape = (20, 33, 544) if variant.op == "wgrad_fp8" else (130, 33, 160)
+    compare(variant, arch, shape, sizes, edit=edit)
+
+
+@each
+def test_extreme_scales(variant, arch):
+    """2^-127, which makes subnormal floats, times 2^126."""
+
+    def edit(x, w):
+        x = changed(x, scales=[((slice(None), slice(None)), 0)])
+        return x, changed(w, scales=[((slice(None), slice(None)), 253)])
+
+    sizes = [96] if variant.op == "wgrad_fp8" else None
+    compare(variant, arch, (20, 33, 96), sizes, edit=edit)
+
+
+@each
+@pytest.mark.parametrize("tiles", [(1, 1, 1, 1), (1, 0, 0, 1), (0, 1, 1, 0)], ids=str)
+def test_operands_in_tiles(variant, arch, tiles):
+    sums = variant.op == "wgrad_fp8"
+    for entry in range(2):
+        sizes = [100, 7, 300] if sums else [33, 0, 100]
+        compare(variant, arch, (144, 48, 576), sizes, entry=entry, tiles=tiles)
+
+
+@pytest.mark.sampled(30)
+@pytest.mark.parametrize("rows", range(1, 301))
+def test_every_number_of_rows(rows):
+    compare(*FEW[rows % 2 * 2], (rows, 33, 96), dtype=RESULTS[rows % 3])
+
+
+# ---- by callers ---
+def loss(f, x, w):
+    y = f(x, w).astype(jnp.float32)
+    return jnp.sum(y * jnp.asarray(np.resize(np.arange(-2, 3), y.shape), jnp.float32))
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+def test_derivatives(arch, recipe, grouped):
+    """By rule kernels multiply codes, forward and backward; integers are exact."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-3, 4, (70, 96)), jnp.bfloat16)
+    w = jnp.asarray(rng.integers(-3, 4, (4, 96, 64) if grouped else (96, 64)), jnp.bfloat16)
+    sizes = jnp.asarray([20, 0, 33, 10], jnp.int32)
+
+    def product(x, w, implementation):
+        how = {"recipe": recipe, "implementation": implementation}
+        if grouped:
+            return jax_mx.ragged_dot(x, w, sizes, **how)
+        return jax_mx.matmul(x, w, **how)
+
+    def gradients(implementation):
+        f = functools.partial(product, implementation=implementation)
+        return jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1)))
+
+    with emulate(arch):
+        lowered = gradients(None).lower(x, w)
+        got = gradients(None)(x, w)
+    text = lowered.as_text(debug_info=True)
+    assert "by_flydsl" in text and "by_dequantize" not in text and "scaled_dot" not in text
+    for mine, theirs in zip(*map(jax.tree.leaves, (got, gradients("xla")(x, w))), strict=True):
+        assert_equal(mine, np.asarray(theirs, np.float64))
