@@ -287,7 +287,9 @@ def test_bad_arguments(tmp_path):
     assert_refused(lambda: load(folder, like=lambda *_: 3), TypeError, "must give a Sharding")
     (folder / "config.json").write_text("{")
     assert_refused(lambda: load(folder), ValueError, "config.json is damaged")
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"text_config": null, "quantization_config": "awq"}')
+    assert_refused(lambda: load(folder), ValueError, "quantization_config of")
+    (folder / "config.json").write_text('{"text_config": null}')
     assert_bits_equal(load(folder)["x"], np.ones(2, np.float32))
 
 
