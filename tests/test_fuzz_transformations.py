@@ -38,6 +38,7 @@ def of_parts(x):
 CALLS = {
     "matmul": lambda x: jax_mx.matmul(x, W, recipe="mxfp8"),
     "matmul rows": lambda x: jax_mx.matmul(x, W, recipe="mxfp8_rows"),
+    "matmul bf16": lambda x: jax_mx.matmul(x, W, recipe="bf16"),
     "matmul frozen": lambda x: jax_mx.matmul(x, FROZEN),
     "dot_general": lambda x: jax_mx.dot_general(x, W, (((1,), (1,)), ((), ())), recipe="mxfp4"),
     "einsum": lambda x: jax_mx.einsum("tk,gkn->tgn", x, WS, recipe="mxfp8"),
@@ -209,6 +210,20 @@ def check(case):
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_chains(seed):
     check(Case.drawn(seed))
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        (("grad", "jvp"), "shard_map"),
+        (("vmap", "jvp"), "explicit"),
+        (("scan", "grad", "grad"), "jit"),
+        pytest.param(("everything_saveable", "grad", "jvp"), "auto", marks=pytest.mark.thorough),
+        pytest.param(("jvp", "grad"), "export", marks=pytest.mark.thorough),
+    ],
+)
+def test_products_of_floats_are_never_refused(inner, outer):
+    assert check(Case("matmul bf16", inner, outer))
 
 
 FOUND = [  # chains that failed once, each of another kind
