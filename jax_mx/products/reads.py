@@ -8,5 +8,5 @@ from jax_mx.products import amd, blackwell
 
 def layout_for_trace() -> ScaleLayout:
     """The layout of scales that products of a trace read as they lie."""
-    found = (module.layout_for_trace() for module in (blackwell, amd))
-    return next((layout for layout in found if layout.is_tiled), ROW_MAJOR)
+    layouts = (module.layout_for_trace() for module in (blackwell, amd))
+    return next((layout for layout in layouts if layout.is_tiled), ROW_MAJOR)
