@@ -11,11 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import get_abstract_mesh
 
-from jax_mx.facts.layouts import ROW_MAJOR, SHUFFLED_32X8, ScaleLayout
+from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.product_kernels import PRODUCTS, RESULTS
-from jax_mx.lowering import products, registry, targets
+from jax_mx.lowering import products, registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products import kernels
@@ -107,14 +106,3 @@ def _side(x: MXArray, contracted: int, batch: Dims, flat: bool) -> tuple:
 def _merged(a: jax.Array) -> jax.Array:
     """All rows in one matrix."""
     return a.reshape(-1, a.shape[-1])
-
-
-# ---- what quantizers write for it ---
-def layout_for_trace() -> ScaleLayout:
-    """The layout of scales that products of a trace read fastest: on gfx950 of a lane a word.
-
-    On a mesh they stay in rows: shards of tiles are whole tiles.
-    """
-    chips = targets.chips_of_trace(())
-    reads_tiles = bool(chips) and all(chip == "gfx950" for chip in chips)
-    return SHUFFLED_32X8 if reads_tiles and get_abstract_mesh().empty else ROW_MAJOR
