@@ -8,7 +8,6 @@ host's clock. "ratio" is to bfloat16 with layers as a list; "bf16, scan" goes ov
 from __future__ import annotations
 
 import functools
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,8 +29,6 @@ WAYS: Mapping[str, str] = {
     "mxfp8": "mxfp8_e4m3",
     "mxfp4": "mxfp4_e2m1",
 }
-# The most of bfloat16's time that a step may take on Hopper, by batch.
-MOST = {("mxfp8", 1): 0.5, ("mxfp4", 1): 0.4, ("mxfp8", 8): 0.6, ("mxfp4", 8): 0.5}
 show = Console(width=120).print
 
 
@@ -172,16 +169,3 @@ def timed(name: str, generate: Any, model: Any, cache: Any, tokens: jax.Array, a
         for events in [*timing.profiles(call, [(None,)], 2).values()][:1]:
             show(program.kernel_table(name, program.kernels(events, 2 * TOKENS)))
     return {"ms": round(statistics.median(times[2:]), 3)} | row
-
-
-def checks(args: Args, rows: list[Row]) -> Iterator[tuple[bool, str]]:
-    """A step takes at most a share of the best time in bfloat16, on Hopper."""
-    if args.smoke or args.lower or not re.search("H[12]00", jax.devices()[0].device_kind):
-        return
-    times = {(row["way"], row["batch"]): row["ms"] for row in rows if "ms" in row}
-    for (way, batch), most in MOST.items():
-        base = min((ms for (w, b), ms in times.items() if b == batch and "bf16" in w), default=0)
-        if base and (way, batch) in times:
-            share = times[way, batch] / base
-            line = f"{way}, batch {batch}: {share:.2f} of bfloat16's time, may be {most}"
-            yield share <= most, line

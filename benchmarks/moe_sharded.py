@@ -10,6 +10,7 @@ in the same run. "dispatch" is what brings tokens to experts, quantizing and rou
 devices, among which tokens move.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from typing import Any
@@ -26,7 +27,7 @@ from jax_mx.products.operand import Unquantized
 
 P = PartitionSpec
 TOKENS = (2048, 4096, 8192, 16384)
-RECIPES = {"mxfp8": MXFP8, "auto": "auto"}
+RECIPES = {"mxfp8": MXFP8, "mxfp8, windows of 256": Recipe(window=256)}
 WAYS = {f"{wire}, {way}": {"wire": wire, "way": way} for way in costs.WAYS for wire in wires.KINDS}
 BASE = "floats, gather"
 
@@ -61,7 +62,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--tokens", type=int, nargs="+", default=TOKENS, help="of a device")
     add("--width", type=int, default=7168)
     add("--inner", type=int, default=2048)
-    add("--k", type=int, default=2, help="experts of a token")
+    add("--k", type=int, nargs="+", default=[2], help="experts of a token")
     add("--experts", type=int, default=8)
     add("--data", type=int, default=1, metavar="N", help="copies of the experts")
 
@@ -75,8 +76,8 @@ def cases(args: Args) -> Iterator[Case]:
     mesh = jax.make_mesh((args.data, n // args.data), ("data", "d"), axis_types=kinds)
     width, inner = (64, 64) if args.smoke else (args.width, args.inner)
 
-    for tokens in (32,) if args.smoke else args.tokens:
-        of = moe.Layer(n * tokens, args.k, args.experts, width, inner, backward=True)
+    for k, tokens in itertools.product(args.k, (32,) if args.smoke else args.tokens):
+        of = moe.Layer(n * tokens, k, args.experts, width, inner, backward=True)
         own = of.experts // mesh.shape["d"]
         calls: list[tuple[str, str, Any, int | None, int]] = [
             ("dispatch", name, dispatch(own, **way), 3, 40) for name, way in WAYS.items()
@@ -87,8 +88,8 @@ def cases(args: Args) -> Iterator[Case]:
             for name, way in WAYS.items()
         ]
         for name, way, fn, count, often in calls:
-            names = {"what": name, "tokens": tokens, "k": args.k, "experts": args.experts}
+            names = {"what": name, "tokens": tokens, "k": k, "experts": args.experts}
             names |= {"moves": way, "devices": n, "data": args.data}
             make = partial(lambda of, count: [operands(of, mesh)[:count]], of, count)
             measure = Timed(fn, make, often, mesh=mesh)
-            yield Case(f"{name}, {tokens}", way, names, measure, BASE, rounds=2)
+            yield Case(f"{name}, {tokens}, {k}", way, names, measure, BASE, rounds=2)

@@ -24,6 +24,7 @@ from benchmarks import shapes
 RESULTS = Path(__file__).parent / "results"
 LARGE = shapes.spell(shapes.REQUIRED[0])
 _SOURCES = "quantizers --source"
+_MIXTURE = '"bf16, Pallas" "bf16, lax.ragged_dot" "auto, gather" "auto, rounds"'
 _AUTO = 'auto "auto, mlp" "auto, mlp, once"'
 # For each table how its file's name goes on behind the chip's, and what measures it. Where several
 # commands share a file, it is a list of rows, and those measured anew replace the earlier ones.
@@ -72,12 +73,16 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "counters": ("_counters", "counters"),
     "collectives": ("x2_collectives", "collectives"),
     "moe_sharded": ("x2_moe", "moe_sharded"),
+    "moe_ways": ("x4_moe", "moe_sharded --tokens 4096 16384 --k 1 2 --ways 'mx, *'"),
+    "mixture": ("x4_mixture", f"mixture --devices 4 --ways {_MIXTURE}"),
+    "mixture_deepseek": ("x4_mixture", f"mixture --model deepseek --devices 4 --ways {_MIXTURE}"),
     "step_sharded": ("x4_step",
         f"step --devices 4 --layers 32 --ways bf16 {_AUTO} mxfp8 tensorwise flax "
         '"auto, explicit" '
         '"auto, shard_map"'),
 }  # fmt: skip
-SEVERAL = ("collectives", "moe_sharded", "step_sharded")  # GPUs, as names of their files say
+_EXPERTS = ("moe_sharded", "moe_ways", "mixture", "mixture_deepseek")
+SEVERAL = ("collectives", *_EXPERTS, "step_sharded")  # GPUs, as names of their files say
 
 
 def command(name: str) -> str:

@@ -706,25 +706,66 @@ def speed_collectives() -> list[str]:
     return [*lines, "", caption(about, command("collectives"), QUANTIZERS)]
 
 
+FLOATS = "floats, gather"
+
+
 def speed_moe_sharded() -> list[str]:
     """An MoE layer whose experts two GPUs share, by how tokens move."""
     about, rows = results("h200x2_moe")
-    floats = {(row["what"], row["tokens"]): row for row in rows if row["moves"] == "floats"}
+    floats = {(row["what"], row["tokens"]): row for row in rows if row["moves"] == FLOATS}
     lines = table(
         ("what", "tokens a device", "us, floats move", "us, MX moves", "MX of floats"),
         [
             (
-                row["what"] + row["moves"].removeprefix("mx"),
+                row["what"],
                 f"{row['tokens']:,}",
                 f"{floats[row['what'], row['tokens']]['us']:.0f}",
                 f"{row['us']:.0f}",
                 f"{row['ratio']:.2f}",
             )
             for row in rows
-            if row["moves"] != "floats"
+            if row["moves"] != FLOATS
         ],
     )
     return [*lines, "", caption(about, command("moe_sharded"), EVERY)]
+
+
+def speed_moe_ways() -> list[str]:
+    """The same layer by both ways in which tokens reach their experts."""
+    about, rows = results("h100x4_moe")
+    by = {(row["what"], row["tokens"], row["k"], row["moves"]): row["us"] for row in rows}
+    lines = table(
+        ("what", "tokens a device", "k", "us, gather", "us, rounds", "rounds of gather"),
+        [
+            (what, f"{tokens:,}", k, f"{us:.0f}", f"{own:.0f}", f"{own / us:.2f}")
+            for (what, tokens, k, moves), us in by.items()
+            if moves == "mx, gather" and (own := by[what, tokens, k, "mx, rounds"])
+        ],
+    )
+    return [*lines, "", caption(about, command("moe_ways"), EVERY)]
+
+
+def speed_mixture() -> list[str]:
+    """A training step of models with experts."""
+    about, rows = results("h100x4_mixture")
+    head = ("model", "layers", "way", "ms", "tokens a second", "of bf16's time", "temporaries, GB")
+    lines = table(
+        head,
+        [
+            (
+                row["model"],
+                row["layers"],
+                row["way"],
+                f"{row['ms']:.0f}",
+                f"{row['tokens_s']:,}",
+                f"{row['ratio']:.2f}",
+                f"{row['temp_gb']:.1f}",
+            )
+            for row in rows
+        ],
+    )
+    names = ("mixture", "mixture_deepseek")
+    return [*lines, "", caption(about, "`; `".join(map(command, names)), EVERY)]
 
 
 def counters() -> list[str]:
@@ -817,6 +858,8 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "loss_moe_wide": functools.partial(loss_moe, "moe_step_wide"),
     "speed_collectives": speed_collectives,
     "speed_moe_sharded": speed_moe_sharded,
+    "speed_moe_ways": speed_moe_ways,
+    "speed_mixture": speed_mixture,
     "counters": counters,
 }
 

@@ -215,7 +215,7 @@ def test_float4_in_files(tmp_path):
 
 
 def test_memory_of_saving_and_loading(tmp_path):
-    """What comes to the host: one array at a time, and nothing of it stays."""
+    """One array at a time comes to the host, and nothing of it stays."""
     mesh = jax.make_mesh((2,), ("a",))
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
     tensors = {f"{i}": jax.device_put(jnp.full(2**18, i, jnp.float32), where) for i in range(12)}
@@ -232,9 +232,9 @@ def test_memory_of_saving_and_loading(tmp_path):
 
     _, now, most = peak(lambda: jax_mx.save_safetensors(tensors, path))
     assert most < 3 * one and now < one
-    found, now, most = peak(lambda: jax_mx.load_safetensors(path, tensors))
+    loaded, now, most = peak(lambda: jax_mx.load_safetensors(path, tensors))
     assert most - now < 3 * one  # a CPU's arrays may be those that were read
-    assert all((found[name] == tensors[name]).all() for name in tensors)
+    assert all((loaded[name] == tensors[name]).all() for name in tensors)
 
 
 def test_safetensors_of_others(tmp_path):

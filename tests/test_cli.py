@@ -351,7 +351,7 @@ def test_parts_hold_whole_blocks_and_every_element(shape, axis, monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
 def test_memory_of_a_large_tensor(suffix, tmp_path, capsys, monkeypatch):
-    """The host's temporary arrays are those of a part; the tensor is mapped, not read."""
+    """The host has temporary arrays of a part; the tensor is mapped, not read."""
     x = np.zeros((2**10, 2**10), np.float32)
     save = {".npy": np.save, ".safetensors": lambda path, x: save_file({"x": x}, path)}[suffix]
     save(tmp_path / f"x{suffix}", x)

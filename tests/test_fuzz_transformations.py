@@ -141,8 +141,8 @@ def on_mesh(kind):
 def exported(f):
     def run(x):
         checks = jax_mx.DISABLE_EXPORT_CHECKS
-        made = jax.export.export(jax.jit(f), disabled_checks=checks)(x)
-        return jax.export.deserialize(made.serialize()).call(x)
+        program = jax.export.export(jax.jit(f), disabled_checks=checks)(x)
+        return jax.export.deserialize(program.serialize()).call(x)
 
     return run
 
@@ -181,15 +181,15 @@ class Case:
         return ours, wanted
 
     def result(self, f):
-        """What a function gives; None where it is refused by our sentence."""
+        """The result of a function; None where it is refused by our sentence."""
         x = jnp.asarray(np.random.default_rng(1).integers(-2, 3, (64, 64)), jnp.float32)
         try:
             return f(x)
         except Exception as error:
             name = self.call.split()[0]
             names = f"{name}|dot_general" if name in ("matmul", "einsum") else name
-            own = rf"({names}): |quantize(_both)? has no derivative"
-            if not re.match(own, str(error)) or "\n" in str(error):
+            sentence = rf"({names}): |quantize(_both)? has no derivative"
+            if not re.match(sentence, str(error)) or "\n" in str(error):
                 raise AssertionError(f"{self}: {error}") from error
             return None
 

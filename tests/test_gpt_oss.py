@@ -265,7 +265,7 @@ def test_what_was_read_leaves_the_memory(tmp_path, monkeypatch):
         mappings = smaps.read_text().split(str(path))[1:]
         resident.append(sum(int(re.search(r"Rss: +(\d+)", text)[1]) for text in mappings))
 
-    monkeypatch.setattr(gpt_oss, "progress_of", lambda *_: contextlib.nullcontext(say))
+    monkeypatch.setattr(reading, "progress", lambda *_: contextlib.nullcontext(say))
     gpt_oss.load_experts(path, 0)
     assert len(resident) == 6 and max(resident) < path.stat().st_size / 1024 / 4
 

@@ -88,6 +88,13 @@ def trains_experts(out: str) -> None:
     assert float(last) < float(first)
 
 
+def adapts(out: str) -> None:
+    """The adapters learn, over a base that stays what it is."""
+    first, last = map(float, re.findall(r"new task: loss ([\d.]+) -> ([\d.]+)", out)[0])
+    assert last < first / 2
+    assert "codes and scales are the same bytes" in out
+
+
 def writes_a_llama(out: str) -> None:
     assert re.search(r"3 files in llama, 0\.\d+ GB", out)
 
@@ -102,6 +109,7 @@ EXAMPLES: dict[str, tuple[list[str], Callable[[str], None]]] = {
     "export_and_run": ([], exports),
     "fsdp": (["--steps", "5"], gathers),
     "gpt_oss": ([], serves),
+    "lora": (["--steps", "60"], adapts),
     "quantize_safetensors": ([], quantizes),
     "random_llama": (["llama"], writes_a_llama),
     "serve": ([], generates),

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jax_mx
 from jax_mx import MXFP8
 from jax_mx.experts import wires
+from jax_mx.experts.costs import WAYS
 
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
 pytestmark = pytest.mark.optimized
@@ -291,7 +292,8 @@ def test_what_moves():
 
 
 @pytest.mark.thorough
-def test_weights_that_fsdp_splits():
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_fsdp_splits(way):
     args = operands()
     want = with_gradients()(*args)
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
@@ -302,8 +304,8 @@ def test_weights_that_fsdp_splits():
                 jax_mx.gather_weight(w, P(None, "data"), MXFP8, contracting=1, batch=0)
                 for w in (w1, w2)
             ]
-            biases = {"b_gate_up": b1, "b_down": b2}
-            return jax_mx.moe(x, experts, weights, *ws, expert_axis="expert", **biases)
+            how = {"b_gate_up": b1, "b_down": b2, "way": way}
+            return jax_mx.moe(x, experts, weights, *ws, expert_axis="expert", **how)
 
         y, pull = jax.vjp(layer, x, weights, w1, w2, b1, b2)
         return y, *pull(dy)
@@ -318,14 +320,15 @@ def test_weights_that_fsdp_splits():
         assert far < BOUND
 
 
+@pytest.mark.parametrize("way", [WAYS[0], pytest.param(WAYS[1], marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_in_shard_map(check):
+def test_in_shard_map(check, way):
     x, experts, weights, w1, w2, *_ = operands()
     want = jax_mx.moe(x, experts, weights, w1, w2)
     mesh = jax.make_mesh((4,), ("expert",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
     layer = jax.jit(
         jax.shard_map(
-            lambda *args: jax_mx.moe(*args, expert_axis="expert"),
+            lambda *args: jax_mx.moe(*args, expert_axis="expert", way=way),
             mesh=mesh,
             in_specs=P("expert"),
             out_specs=P("expert"),
@@ -350,8 +353,11 @@ def test_no_tokens(name, kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_weights_that_are_codes(kind):
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [(AxisType.Auto, "gather"), (AxisType.Explicit, "gather"), (AxisType.Explicit, "rounds")],
+)
+def test_weights_that_are_codes(kind, way):
     """Frozen ones in each arrangement, and both forms, split by experts."""
     x, experts, weights, w1, w2, *_, dy = operands()
     mesh = of_eight((4, 2), ("expert", "data"), kind)
@@ -369,7 +375,8 @@ def test_weights_that_are_codes(kind):
         want = jax.jit(both)(x, weights, ws)
         split = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(mesh, P("expert"))), ws)
         with jax.set_mesh(mesh):
-            got = jax.jit(functools.partial(both, expert_axis="expert"))(x, weights, split)
+            call = functools.partial(both, expert_axis="expert", way=way)
+            got = jax.jit(call)(x, weights, split)
         for a, b in zip(got, want, strict=True):
             assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= BOUND * np.linalg.norm(b)
 
@@ -425,6 +432,7 @@ def test_keys_are_each_shards_own():
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*by a key that is a constant of the program")
 def test_each_shard_rounds_by_numbers_of_its_own():
     """The same tokens and experts on all shards, and one key: no two round alike."""
     rng = np.random.default_rng(0)
@@ -474,16 +482,17 @@ def test_types_of_ids(dtype):
 
 # ---- programs that leave ---
 @pytest.mark.thorough
-@pytest.mark.parametrize("axis", [None, "expert"])
-def test_export_with_its_derivative(axis):
+@pytest.mark.parametrize(("axis", "way"), [(None, None), *(("expert", way) for way in WAYS)])
+def test_export_with_its_derivative(axis, way):
     args = operands()
     mesh = of_eight((2,))
-    layer = with_gradients(**{"expert_axis": axis} if axis else {})
+    how = {"expert_axis": axis, "way": way}
+    layer = with_gradients(**how)
     with jax.set_mesh(mesh):
         own = placed(args, mesh, ("expert",)) if axis else args
         call = jax.jit(lambda *args: layer(*args)[:4])  # y, and the gradients of x, weights, w1
         exported = jax.export.export(call, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS)(*own)
-        loss = jax.jit(lambda x, *rest: (jax_mx.moe(x, *rest, expert_axis=axis) ** 2).sum())
+        loss = jax.jit(lambda x, *rest: (jax_mx.moe(x, *rest, **how) ** 2).sum())
         whole = jax.export.export(loss, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS)(*own[:5])
         again, pulled = (
             jax.export.deserialize(program.serialize(vjp_order=order))
@@ -512,15 +521,16 @@ def test_two_processes():
         where = NamedSharding(mesh, P("expert"))
         args = [np.asarray(a) for a in args]
         own = [jax.make_array_from_callback(a.shape, where, lambda at: a[at]) for a in args]
-        with jax.set_mesh(mesh):
-            got = with_gradients(expert_axis="expert", wire="floats")(*own)
-        for i, (g, w) in enumerate(zip(got, want, strict=True)):
-            for shard in g.addressable_shards:
-                a, b = np.asarray(shard.data), np.asarray(w)[shard.index]
-                if i in (2, 6):
-                    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-                else:
-                    assert_bits_equal(a, b, f"result {i}")
+        for way in ("gather", "rounds"):
+            with jax.set_mesh(mesh):
+                got = with_gradients(expert_axis="expert", wire="floats", way=way)(*own)
+            for i, (g, w) in enumerate(zip(got, want, strict=True)):
+                for shard in g.addressable_shards:
+                    a, b = np.asarray(shard.data), np.asarray(w)[shard.index]
+                    if i in (2, 6):
+                        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+                    else:
+                        assert_bits_equal(a, b, f"{way}, result {i}")
         print("right")
     """
     with socket.socket() as free:

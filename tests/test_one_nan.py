@@ -23,18 +23,22 @@ def nasty(dtype):
     return jnp.asarray(x)
 
 
-def floats_of(found):
-    return [found] if isinstance(found, jax.Array) else [found.floats, getattr(found, "sum", None)]
+def floats_of(result):
+    if isinstance(result, jax.Array):
+        return [result]
+    return [result.floats, getattr(result, "sum", None)]
 
 
 def calls(codes):
     """Calls that give floats: alone, or beside codes, as kernels write both."""
-    beside = {"format": FORMAT, "floats": True}
-    for how in ({**beside}, {**beside, "both": True}) if codes else ({},):
-        yield lambda x, how=how: jax_mx.rms_norm(x, jnp.ones(256), residual=x[::-1], **how)
-        yield lambda x, how=how: jax_mx.rms_norm(x, **how)
+    codes_too = {"format": FORMAT, "floats": True}
+    for options in ({**codes_too}, {**codes_too, "both": True}) if codes else ({},):
+        yield lambda x, options=options: jax_mx.rms_norm(
+            x, jnp.ones(256), residual=x[::-1], **options
+        )
+        yield lambda x, options=options: jax_mx.rms_norm(x, **options)
         for name in ("swiglu", "gpt_oss", *["relu"] * (not codes)):
-            yield lambda x, how=how, name=name: jax_mx.gated(x, name, **how)
+            yield lambda x, options=options, name=name: jax_mx.gated(x, name, **options)
 
 
 def check(dtype, codes, ways=(jax.jit, lambda f: f)):
@@ -43,8 +47,8 @@ def check(dtype, codes, ways=(jax.jit, lambda f: f)):
     for number, call in enumerate(calls(codes)):
         for y in (y for way in ways for y in floats_of(way(call)(x)) if y is not None):
             nan = np.isnan(np.asarray(y, np.float32))
-            found = {*map(hex, np.asarray(y).view(bits)[nan].tolist())}
-            assert nan.any() and found == {hex(BITS[dtype])}, (number, found)
+            seen = {*map(hex, np.asarray(y).view(bits)[nan].tolist())}
+            assert nan.any() and seen == {hex(BITS[dtype])}, (number, seen)
 
 
 @pytest.mark.parametrize("dtype", BITS)

@@ -85,12 +85,12 @@ def test_files_by_compressed_tensors(scheme):
         name = f"{LAYER}self_attn.{name}"
         assert_bits_equal(dequantized(params[name + ".weight"]), np.float32(want[name + ".weight"]))
         assert params[name + ".bias"].dtype == jnp.bfloat16
-    for name in ("gate_proj", "down_proj"):
+    for name in ("gate_proj", "up_proj", "down_proj"):
         experts = params[f"{LAYER}mlp.experts.{name}.weight"]
         names = (f"{LAYER}mlp.experts.{i}.{name}.weight" for i in range(2))
         assert_bits_equal(dequantized(experts), np.stack([np.float32(want[n]) for n in names]))
     assert params[f"{LAYER}mlp.gate.weight"].dtype == jnp.bfloat16  # a router stays in floats
-    assert len(params) == 9
+    assert len(params) == 10
 
 
 def test_parts_of_a_layer_become_one():
@@ -106,9 +106,9 @@ def test_parts_of_a_layer_become_one():
     assert not any("q_proj" in name and "qkv" not in name for name in params)
     load = jax_mx.load_checkpoint
     assert_refused(
-        lambda: load(GOLDEN / "mxfp4a16", join={"x": ["gate_proj", "up_proj"]}),
+        lambda: load(GOLDEN / "mxfp4a16", join={"x": ["gate_proj", "no_proj"]}),
         ValueError,
-        "up_proj.weight', which is not there",
+        "no_proj.weight', which is not there",
     )
     assert_refused(
         lambda: load(GOLDEN / "mxfp4a16", join={"x": ["gate_proj", "down_proj"]}),
@@ -116,6 +116,19 @@ def test_parts_of_a_layer_become_one():
         "cannot be joined: they are MXFP4_E2M1 (2, 96, 64) and MXFP4_E2M1 (2, 64, 96)",
     )
     assert_refused(lambda: load(GOLDEN / "mxfp4a16", join="qkv"), TypeError, "join must map")
+
+
+def test_experts_are_what_a_layer_takes():
+    """Gates and ups of all experts are one array, as `moe` takes them."""
+    load = jax_mx.load_checkpoint
+    params = load(GOLDEN / "mxfp8a16", join={"gate_up_proj": ["gate_proj", "up_proj"]})
+    apart, at = load(GOLDEN / "mxfp8a16"), f"{LAYER}mlp.experts."
+    both = [apart[f"{at}{name}_proj.weight"] for name in ("gate", "up")]
+    x = jax.random.normal(jax.random.key(0), (8, 64), jnp.bfloat16)
+    routed = x, jnp.tile(jnp.arange(2), (8, 1)), jnp.ones((8, 2))
+    down = params[f"{at}down_proj.weight"]
+    got = jax_mx.moe(*routed, params[f"{at}gate_up_proj.weight"], down)
+    assert_bits_equal(got, jax_mx.moe(*routed, jax_mx.concatenate(both, axis=1), down))
 
 
 # ---- what others write, from their sources ---

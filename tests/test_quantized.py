@@ -84,6 +84,44 @@ def test_it_enters(place):
     assert float(got[0][0]) != float(plain[0][0])
 
 
+@pytest.mark.parametrize("place", ["jit", "scan of checkpoint"])
+def test_explicit_axes(place):
+    """Where types say how arrays are split: by rows, and by columns of weights."""
+    mesh = jax.sharding.Mesh(
+        np.array(jax.devices()).reshape(4, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2
+    )
+
+    tall = jnp.concatenate([X, -X, 2 * X, X])  # whose shards hold whole blocks
+
+    def run(transform, rows=("d",)):
+        model = transform(functools.partial(PLACES[place], jnp.matmul))
+
+        def loss(x, w):
+            return sum((y**2).sum() for y in jax.tree.leaves(model(x, w)))
+
+        x, w = (jax.device_put(a, s) for a, s in ((tall, P(*rows)), (W, P())))
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, w)
+
+    with jax.set_mesh(mesh):
+        got, plain = run(lambda f: jax_mx.quantized(f, "mxfp8")), run(lambda f: f)
+        alone = run(lambda f: jax_mx.quantized(f, "mxfp8"), ())
+    for a, b, c in zip(*map(jax.tree.leaves, (got, plain, alone)), strict=True):
+        assert jax.typeof(a).sharding == jax.typeof(b).sharding
+        assert (np.asarray(a) != np.asarray(b)).any()
+        np.testing.assert_allclose(a, c, rtol=1e-4, atol=1e-4)  # sums in another order
+
+
+def test_explicit_axes_that_split_blocks():
+    """Eight rows a shard: the gradient of weights would sum over parts of blocks."""
+    axes = (AxisType.Explicit,)
+    with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=axes)):
+        x, w = jax.device_put(X, P("d")), jax.device_put(W, P())
+        f = jax.jit(jax.grad(lambda w: (jax_mx.quantized(jnp.matmul, "mxfp8")(x, w) ** 2).sum()))
+        with pytest.warns(UserWarning, match="stays in floats: .* blocks would not stay whole"):
+            got = f(w)
+        assert_same(got, jax.jit(jax.grad(lambda w: (jnp.matmul(x, w) ** 2).sum()))(w))
+
+
 def test_while():
     def model(dot, x):
         return jax.lax.while_loop(lambda c: (c[0] < 2) & (dot(c[1], W).sum() < 1e9),

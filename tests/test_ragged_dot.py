@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bits_equal, assert_refused
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from moe_oracle import Products
 
 import jax_mx
@@ -302,3 +304,30 @@ def test_forward_mode_is_refused():
     x = integers((4, 32))
     with pytest.raises(NotImplementedError, match=r"^ragged_dot: derivatives in forward mode"):
         jax.jvp(f, (x,), (x,))
+
+
+# ---- on automatic axes ---
+@pytest.mark.parametrize(
+    ("x_spec", "w_spec"),
+    [
+        (P(), P(None, None, "a")),  # columns
+        pytest.param(P(None, "a"), P(None, "a"), marks=pytest.mark.thorough),
+        pytest.param(P("a"), P("a"), marks=pytest.mark.thorough),  # rows and groups are gathered
+    ],
+)
+def test_devices_share_it_under_jit(x_spec, w_spec):
+    """The results of one device, and exact; columns stay where they are."""
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    sizes = np.array([40, 0, 70, 10])
+    x, w = integers((128, 256)), integers((4, 256, 512), 1)
+    want = np.zeros((128, 512))
+    for group, own in by_group(sizes, 128):
+        want[own] = x[own] @ w[group]
+    with jax.set_mesh(mesh):
+        own = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, x_spec), (w, w_spec))]
+        y = jax.jit(jax_mx.ragged_dot)(*own, jnp.asarray(sizes, jnp.int32))
+        notes = jax_mx.explain(jax_mx.ragged_dot, *own, jnp.asarray(sizes, jnp.int32)).notes
+    np.testing.assert_array_equal(y, want)
+    assert any("jax_mx.moe" in note for note in notes)
+    if x_spec == P():
+        assert y.sharding.spec == P(None, "a")

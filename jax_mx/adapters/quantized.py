@@ -18,7 +18,8 @@ from jax.extend import core
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
 from jax_mx.arrays.checks import shown
-from jax_mx.products.can_multiply import can_multiply
+from jax_mx.arrays.sharding import is_explicit
+from jax_mx.lowering import primitive
 from jax_mx.products.dot_general import dot_general
 from jax_mx.products.ragged_dot import ragged_dot
 from jax_mx.products.recipes import AUTO, Recipe, check_recipe
@@ -213,11 +214,30 @@ class _Rewrite(NamedTuple):
         recipe = self.choice(Candidate(op, lhs, rhs, numbers, scope))
         if recipe is None:
             return None
-        can, why_not = can_multiply(lhs, rhs, sizes[0] if sizes else numbers, recipe=recipe)
-        if not can:
-            what = f"{lhs.dtype}{[*lhs.shape]} times {rhs.dtype}{[*rhs.shape]}"
-            self.left.tell(f"{what} in {scope!r}" if scope else what, why_not)
-        return recipe if can else None
+        sums = sizes[0] if sizes else numbers
+        if not self.left.takes(recipe, sums, lhs, rhs, where=scope):
+            return None
+        return None if self._splits_blocks(equation, recipe, scope) else recipe
+
+    def _splits_blocks(self, equation: Any, recipe: Any, scope: str) -> bool:
+        """Whether explicit axes split the blocks of a product or of its gradients; tells so."""
+        avals = [v.aval for v in equation.invars]
+        if not any(is_explicit(aval.sharding.mesh) for aval in avals):
+            return False
+
+        def gradients(*args: Any) -> Any:
+            y, pull = jax.vjp(lambda *two: _product(equation, [*two, *args[2:]], recipe), *args[:2])
+            return pull(y)
+
+        typed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in avals]
+        try:
+            with equation.ctx.manager:
+                jax.eval_shape(gradients, *typed)
+        except primitive.ShardingTypeError as error:
+            shapes = " times ".join(aval.str_short() for aval in avals[:2])
+            self.left.tell(f"{shapes} in {scope!r}" if scope else shapes, str(error))
+            return True
+        return False
 
     def has_product(self, equation: Any, scope: str) -> bool:
         """Whether a chosen product stands in an equation, at any depth; not those of kernels."""

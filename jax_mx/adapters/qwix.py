@@ -6,7 +6,7 @@ inner names it uses two, as qwix' own providers do: what tells a weight, and wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,8 +16,7 @@ from qwix._src import interception
 from qwix._src.utils import flax_util
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
-from jax_mx.products.can_multiply import can_multiply
-from jax_mx.products.dot_general import dot_general
+from jax_mx.products.dot_general import dot_general, swapped_numbers, with_weight_first
 from jax_mx.products.einsum import einsum
 from jax_mx.products.ragged_dot import ragged_dot
 from jax_mx.products.recipes import AUTO
@@ -65,18 +64,11 @@ class Provider(qwix.QuantizationProvider):
         """jax.lax.dot_general as a rule has it."""
         recipe = self._recipe("dot_general", lhs, rhs)
         swaps = recipe is not None and _is_weight(lhs) and not _is_weight(rhs)
-        numbers = _swapped(dimension_numbers) if swaps else dimension_numbers
-        operands = (rhs, lhs) if swaps else (lhs, rhs)
-        if recipe is None or not self._can(recipe, numbers, *operands):
+        numbers = swapped_numbers(dimension_numbers) if swaps else dimension_numbers
+        if recipe is None or not self._can(recipe, numbers, *((rhs, lhs) if swaps else (lhs, rhs))):
             return _plain(jax.lax.dot_general)(lhs, rhs, dimension_numbers, *args, **kwargs)
-        if not swaps:
-            return _plain(dot_general)(*operands, numbers, *args, recipe=recipe, **kwargs)
-        sharding = kwargs.pop("out_sharding", None)
-        y = _plain(dot_general)(*operands, numbers, *args, recipe=recipe, **kwargs)
-        batch, free = len(numbers[1][0]), rhs.ndim - len(numbers[0][0]) - len(numbers[1][0])
-        order = (*range(batch), *range(batch + free, y.ndim), *range(batch, batch + free))
-        y = y.transpose(order)
-        return y if sharding is None else jax.lax.with_sharding_constraint(y, sharding)
+        multiply = with_weight_first if swaps else dot_general
+        return _plain(multiply)(lhs, rhs, dimension_numbers, *args, recipe=recipe, **kwargs)
 
     def einsum(self, subscripts: Any, *operands: Any, **kwargs: Any) -> jax.Array:
         """jnp.einsum as a rule has it."""
@@ -114,14 +106,7 @@ class Provider(qwix.QuantizationProvider):
     def _can(self, recipe: Any, how: Any, *operands: Any) -> bool:
         """Whether MX takes the product; tells if not."""
         path = "/".join(map(str, flax_util.get_current_module_path()))
-        if len(operands) != 2:
-            can, why_not = False, f"it has {len(operands)} operands, MX takes two"
-        else:
-            can, why_not = _plain(can_multiply)(*operands, how, recipe=recipe)
-        if not can:
-            shapes = " times ".join(f"{x.dtype}{[*x.shape]}" for x in operands)
-            self._left.tell(f"{shapes} in {path!r}", why_not)
-        return can
+        return _plain(self._left.takes)(recipe, how, *operands, where=path)
 
 
 def _is_weight(x: Any) -> bool:
@@ -132,9 +117,3 @@ def _is_weight(x: Any) -> bool:
 def _plain(f: Callable[..., Any]) -> Callable[..., Any]:
     """f, in which nothing is replaced."""
     return interception.disable_interceptions(f)
-
-
-def _swapped(numbers: Any) -> tuple[tuple[Sequence[int], ...], ...]:
-    """Dimension numbers of the product with its operands swapped."""
-    (lc, rc), (lb, rb) = numbers
-    return (rc, lc), (rb, lb)

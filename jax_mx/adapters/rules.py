@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jax_mx.arrays.checks import shown
+from jax_mx.products.can_multiply import can_multiply
 from jax_mx.products.recipes import Recipe, check_recipe
 
 # A recipe for each pattern, the first that matches counts; None leaves a product in floats.
@@ -52,3 +53,14 @@ class Left:
         if sentence not in self._told:
             self._told.add(sentence)
             warnings.warn(sentence, UserWarning, stacklevel=3)
+
+    def takes(self, recipe: Any, how: Any, *operands: Any, where: str = "") -> bool:
+        """Whether MX takes a product, see `can_multiply`; tells if not."""
+        if len(operands) != 2:
+            can, why_not = False, f"it has {len(operands)} operands, MX takes two"
+        else:
+            can, why_not = can_multiply(*operands, how, recipe=recipe)
+        if not can:
+            shapes = " times ".join(f"{x.dtype}{[*x.shape]}" for x in operands)
+            self.tell(f"{shapes} in {where!r}" if where else shapes, why_not)
+        return can

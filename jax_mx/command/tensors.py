@@ -71,7 +71,7 @@ def dequantized(q: jax_mx.MXArray) -> np.ndarray:
 
 @dataclasses.dataclass
 class Losses:
-    """What quantizing loses of a tensor, in its finite blocks; part after part.
+    """The losses of a tensor that is quantized, in its finite blocks; part after part.
 
     Attributes:
       elements, saturated: their numbers.
@@ -79,7 +79,7 @@ class Losses:
       relative_error: the largest.
       zero, became_zero: whether all elements are zero, and what became of them.
       nbytes: of codes and scales.
-      equal: whether the bytes are those of the reference; None where the reference ran itself.
+      equal: whether the bytes equal the reference's; None where the reference ran itself.
     """
 
     elements: int = 0

@@ -37,6 +37,7 @@ from jax_mx.products.arguments import (
     is_exact,
     residuals_of,
     unsplit,
+    warn_of_fixed_keys,
     weight_of,
 )
 from jax_mx.products.arrangements import what_of
@@ -143,6 +144,7 @@ def moe(
     w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
     w_down = array_or_quantized(op, "w_down", w_down)
     recipe = grouped_recipe(op, recipe, x, w_gate_up, w_down)
+    warn_of_fixed_keys(op, recipe)
     units = recipe.units
     x = floats_of(op, "x", x, 2, math.lcm(units.forward, units.dgrad))
     axes = wires.axes_of(op, expert_axis, tensor_axis)

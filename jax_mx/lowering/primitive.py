@@ -71,6 +71,14 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
+def is_staged() -> bool:
+    """Whether what is computed now becomes a part of a program, so that constants stay in it."""
+    trace: Any = core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, partial_eval.DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None
+
+
 # ---- lowering ---
 def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
     """What serves a plan, and for which chips."""
@@ -430,7 +438,7 @@ reverse_only_p.def_abstract_eval(lambda x, **_: x)
 
 
 def reverse_only(op: str, second: str = "") -> Callable[[Any], Any]:
-    """What arrays pass on their way to a `jax.custom_vjp`: its forward mode is our sentence.
+    """A function that arrays pass on their way to a `jax.custom_vjp`: forward mode is refused.
 
         y = f(*jax.tree.map(reverse_only("rms_norm"), (x, weight)))
 
@@ -462,6 +470,105 @@ ad.primitive_jvps[reverse_only_p] = lambda primals, tangents, **how: (
     else reverse_only_p.bind(*tangents, **how | {"is_tangent": True}),
 )
 ad.primitive_transposes[reverse_only_p] = lambda dy, _, **__: [dy]
+
+
+# ---- a linear function that is known by its transpose ---
+linear_p = Primitive("mx_linear")
+
+
+def linear(transposed: Callable, kept: Any, tangents: Sequence[Any], like: jax.Array) -> jax.Array:
+    """A linear function of tangents, for the rule of a `jax.custom_jvp`.
+
+    Reverse mode calls `transposed`, as it does a `jax.custom_vjp`'s backward pass. Only forward
+    mode transposes that, when it executes or lowers the tangent.
+
+    Args:
+      transposed: gives the cotangents of tangents, from what is kept and that of the result.
+      kept: a pytree of arrays.
+      tangents: arrays.
+      like: an array of the result's type.
+    """
+    leaves, tree = jax.tree.flatten(kept)
+
+    def of_leaves(*args: Any) -> tuple[Any, ...]:
+        return tuple(transposed(tree.unflatten(args[:-1]), args[-1]))
+
+    params = {"transposed": of_leaves, "count": len(leaves), "like": jax.typeof(like)}
+    return linear_p.bind(*leaves, *tangents, **params)
+
+
+def _forward(*args: Any, transposed: Callable, count: int, like: Any) -> jax.Array:
+    kept, tangents = args[:count], args[count:]
+    (y,) = jax.linear_transpose(lambda dy: transposed(*kept, dy), like)(tangents)
+    return y
+
+
+def _jvp_of_linear(primals: Any, tangents: Any, *, count: int, **how: Any) -> tuple[Any, Any]:
+    kept, rest = primals[:count], primals[count:]
+    if all(type(tangent) is ad.Zero for tangent in tangents[:count]):
+        moved = map(ad.instantiate_zeros, tangents[count:])
+        bind = functools.partial(linear_p.bind, *kept, count=count, **how)
+        return bind(*rest), bind(*moved)
+    run = functools.partial(_forward, count=count, **how)
+    return jax.jvp(run, primals, [*map(ad.instantiate_zeros, tangents)])
+
+
+def _batch_of_linear(args: Any, dims: Any, *, transposed: Callable, count: int, like: Any) -> Any:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    tangents = [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(args[count:], dims[count:], strict=True)
+    ]
+    sharding = like.sharding.update(spec=PartitionSpec(None, *like.sharding.spec))
+    like = like.update(shape=(size, *like.shape), sharding=sharding)
+    of_batch = jax.vmap(transposed, in_axes=(*dims[:count], 0))
+    params = {"transposed": of_batch, "count": count, "like": like}
+    return linear_p.bind(*args[:count], *tangents, **params), 0
+
+
+def _transpose_of_linear(dy: Any, *args: Any, transposed: Callable, count: int, **_: Any) -> Any:
+    zeros = [None] * len(args)
+    return zeros if type(dy) is ad.Zero else [*zeros[:count], *transposed(*args[:count], dy)]
+
+
+linear_p.def_impl(_forward)
+linear_p.def_abstract_eval(lambda *_, like, **__: like)
+mlir.register_lowering(linear_p, mlir.lower_fun(_forward, multiple_results=False))
+batching.primitive_batchers[linear_p] = _batch_of_linear
+ad.primitive_jvps[linear_p] = _jvp_of_linear
+ad.primitive_transposes[linear_p] = _transpose_of_linear
+
+
+def bilinear(primitive: Primitive, plain: Callable[..., Callable | None], refuse: Callable) -> None:
+    """Gives a product of two arrays, the first operands of a primitive, all derivatives.
+
+    Args:
+      primitive: of several results, which gives one.
+      plain: from the abstract values of operands and the parameters, a function of two arrays that
+        JAX differentiates; None where there is none.
+      refuse: raises then.
+    """
+
+    def jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list, list]:
+        f = plain([jax.typeof(x) for x in primals], **params)
+        if f is None:
+            return refuse(**params)
+        (a, b, *_), (da, db, *_) = primals, tangents
+        parts = [] if type(da) is ad.Zero else [f(da, b)]
+        parts += [] if type(db) is ad.Zero else [f(a, db)]
+        return primitive.bind(*primals, **params), [functools.reduce(jnp.add, parts)]
+
+    def transpose(cotangents: Any, a: Any, b: Any, *rest: Any, **params: Any) -> list:
+        avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in (a, b, *rest)]
+        f = plain(avals, **params)
+        if f is None:
+            return refuse(**params)
+        (dy,), none = cotangents, [None] * len(rest)
+        if ad.is_undefined_primal(a):
+            return [*jax.linear_transpose(lambda a: f(a, b), a.aval)(dy), None, *none]
+        return [None, *jax.linear_transpose(lambda b: f(a, b), b.aval)(dy), *none]
+
+    ad.primitive_jvps[primitive], ad.primitive_transposes[primitive] = jvp, transpose
 
 
 # ---- registration ---

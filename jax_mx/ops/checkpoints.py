@@ -130,7 +130,7 @@ def save_safetensors(
     target = Path(os.path.realpath(path))  # the library puts a new file in a link's place
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{op}: there is no folder {target.parent}; make it first")
-    found: dict[str, np.ndarray | jax.Array] = {}
+    arrays: dict[str, np.ndarray | jax.Array] = {}
     described = {}
     plain: set[str] = set()
     for name, tensor in tensors.items():
@@ -138,12 +138,12 @@ def save_safetensors(
         if isinstance(tensor, MXArray):
             plain |= parts.keys()
             described[name] = metadata.described(metadata.fields_of(tensor))
-        if twice := parts.keys() & (found.keys() | (tensors.keys() - {name})):
+        if twice := parts.keys() & (arrays.keys() | (tensors.keys() - {name})):
             raise ValueError(f"{op}: there are two tensors {min(twice)!r}; rename one")
-        found |= {part: _held(op, part, array) for part, array in parts.items()}
+        arrays |= {part: _held(op, part, array) for part, array in parts.items()}
     texts = {**notes, _KEY: json.dumps(described)}
     try:
-        _replace(op, target, _content(found, plain, texts))
+        _replace(op, target, _content(arrays, plain, texts))
     except OSError as error:
         raise files.failure(op, path, error) from error
 

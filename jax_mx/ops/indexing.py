@@ -173,7 +173,11 @@ def _entries(op: str, q: MXArray, index: Any) -> tuple[list, dict[int, int]]:
 def _require_counted(entry: Any, length: Any) -> None:
     """Raises OverflowError for an array of numbers of which JAX makes negative ones: past int32."""
     most, dtype = np.iinfo(np.int32).max, getattr(entry, "dtype", np.dtype(np.int32))
-    is_short = is_symbolic(length) or length - 1 <= most or jax.config.jax_enable_x64
+    is_short = (
+        is_symbolic(length)
+        or length - 1 <= most
+        or jax.dtypes.canonicalize_dtype(np.int64).itemsize > 4
+    )
     if not is_short and jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).max > most:
         raise OverflowError(f"{dtype} beyond int32")
 

@@ -42,7 +42,7 @@ from jax_mx.facts.windows import ROW, TILE, Window, lengths_of, of_kernels
 from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.primitive import ShardingTypeError
-from jax_mx.ops import indexing, metadata
+from jax_mx.ops import indexing, metadata, qarrays
 from jax_mx.ops.metadata import UNKNOWN, Known
 from jax_mx.ops.placing import placed, require_kernel
 from jax_mx.ops.planning import plan_dequantize
@@ -280,6 +280,37 @@ class MXArray:
                 )
             q = dataclasses.replace(q, scales=q.scales.reshape(want))
         return checked(op, "it", q)
+
+    @classmethod
+    def from_qarray(cls, q: Any) -> MXArray:
+        """An array of qwix or tokamax, with the same codes: `qwix.quantize(x, "mxfp8", ...)`.
+
+            q = qwix.quantize(w, "mxfp4", channelwise_axes=[1], tiled_axes={0: 32})
+            w = jax_mx.MXArray.from_qarray(q)  # blocks run along axis 0
+
+        Args:
+          q: a `qwix.QArray` of float8_e4m3fn, float8_e5m2 or float4_e2m1fn, whose scales are powers
+            of two, of any float type. Each is of a multiple of 32 elements along one axis, or along
+            each of the last two, which gives square blocks. In a traced function a scale that is no
+            power of two becomes NaN.
+
+        Raises:
+          TypeError: q is no such array.
+          ValueError: it has a zero point, other tiles, or a scale that is no power of two.
+        """
+        return qarrays.from_qarray(cls, q)
+
+    def to_qarray(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> Any:
+        """The array as a `qwix.QArray` with the same codes, for qwix and tokamax.
+
+        Args:
+          dtype: of its scales, which is the type that it dequantizes to: bfloat16 or float32.
+
+        Raises:
+          TypeError: dtype is neither.
+          ValueError: MXFP6, which JAX has no dtype for.
+        """
+        return qarrays.to_qarray(checked("to_qarray", "the array", self), dtype)
 
     def as_float4(self) -> jax.Array:
         """Values of MXFP4 as elements, for `jax.lax.scaled_dot`: a bitcast of the same bytes.

@@ -3,6 +3,7 @@
 Every sentence names the public function, the argument, what is allowed and what to do.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import ROW, of_kernels
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray, checked
+from jax_mx.ops.preprocessing import Stochastic
 from jax_mx.products.arrangements import Arrangement, what_of
 from jax_mx.products.auto import resolved_for_groups
 from jax_mx.products.operand import QuantizedWeight
@@ -44,7 +46,7 @@ def operand_of(op: str, name: str, x: Any) -> Any:
         return _as_read(checked(op, name, x))
     if isinstance(x, QuantizedWeight):
         if name == "lhs":
-            raise TypeError(f"{op}: lhs is a QuantizedWeight; weights go on the right-hand side")
+            raise TypeError(f"{op}: lhs and rhs are weights; one must be the activations")
         return x
     has_elements(op, name, x)
     if not hasattr(x, "dtype"):
@@ -55,6 +57,22 @@ def operand_of(op: str, name: str, x: Any) -> Any:
     if isinstance(x, np.ndarray):  # of NumPy's float64, as jnp: float32, unless JAX has 64 bits
         return x.astype(jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")), copy=False)
     return x
+
+
+def warn_of_fixed_keys(op: str, recipe: Recipe) -> None:
+    """Warns where a program holds the key of a recipe: all its runs would round alike."""
+    parts = jax.tree.leaves(recipe, is_leaf=lambda part: isinstance(part, Stochastic))
+    keys = [part.key for part in parts if isinstance(part, Stochastic)]
+    if all(isinstance(key, jax.core.Tracer) for key in keys) or not primitive.is_staged():
+        return
+    warnings.warn(
+        f"{op}: the recipe rounds at random by a key that is a constant of the program, so every "
+        "step rounds alike, and every layer with this recipe; pass the key, or the recipe, to the "
+        "function that is traced, with fold_in for each step and layer, or use "
+        "jax_mx.adapters.flax",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def is_exact(op: str, precision: Any) -> bool:

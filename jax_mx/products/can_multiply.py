@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jax_mx.products import dot_general, einsum, ragged_dot
-from jax_mx.products.recipes import AUTO, Recipe
+from jax_mx.products.recipes import AUTO, Recipe, is_floats
 
 
 def can_multiply(
@@ -32,6 +32,8 @@ def can_multiply(
     Returns:
       (True, "") or (False, the reason).
     """
+    if is_floats(recipe):
+        return True, ""
 
     def of_groups(lhs: Any, rhs: Any, sizes: Any) -> None:
         ragged_dot.planned("ragged_dot", lhs, rhs, sizes, None, recipe, None)

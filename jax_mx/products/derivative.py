@@ -333,6 +333,9 @@ def _spec_in(out_sharding: Any, ndim: int) -> tuple:
 
 
 # ---- the product ---
+FORWARD = "; recipe='floats' has all, and multiplies what jax_mx.fake_quantize makes of both"
+
+
 @partial(jax.jit, static_argnums=0)
 def product(
     static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, sizes: Any, recipe: Recipe
@@ -348,8 +351,37 @@ def product(
       sizes: of groups, int32 (G,); None for a dense product.
       recipe: how floats are quantized.
     """
-    lhs, rhs = jax.tree.map(primitive.reverse_only(static.op), (lhs, rhs))
+    if static.layout is not None and not recipe.quantizes and lhs_q is None and rhs_q is None:
+        return _of_floats(static, lhs, rhs, recipe)
+    lhs, rhs = jax.tree.map(primitive.reverse_only(static.op, FORWARD), (lhs, rhs))
     return _product(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _of_floats(static: Static, lhs: jax.Array, rhs: jax.Array, recipe: Recipe) -> jax.Array:
+    """A dense product in bfloat16, with derivatives of any order and in any mode.
+
+    Codes would have none: they are integers of a kind. So other products have a `jax.custom_vjp`.
+    """
+    static = static.unfollowed(rhs, None, recipe)
+    return _forward(static, (lhs, None), (rhs, None), None, recipe, (False, False))[0]
+
+
+@partial(_of_floats.defjvp, symbolic_zeros=True)
+def _of_floats_jvp(static: Static, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    lhs, rhs, recipe = primals
+    asked = [not isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents[:2]]
+    dgrad, wgrad = asked
+    y, (a, b) = _forward(static, (lhs, None), (rhs, None), None, recipe, (wgrad, dgrad))
+    of_lhs, of_rhs = side_of(static.arranged.lhs, lhs), side_of(static.arranged.rhs, rhs)
+
+    def transposed(kept: tuple, dy: jax.Array) -> list[Any]:
+        gradients = _gradients(static, dy, kept[0], kept[1], None, recipe, of_lhs, of_rhs)
+        return [gradient for gradient in gradients if gradient is not None]
+
+    kept = a if wgrad else None, b if dgrad else None
+    moved = [t for t, is_asked in zip(tangents, asked, strict=False) if is_asked]
+    return y, primitive.linear(transposed, kept, moved, y)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

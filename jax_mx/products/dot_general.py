@@ -1,5 +1,6 @@
 """`dot_general`: jax.lax.dot_general with its operands in MX, floats at both ends."""
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -11,7 +12,12 @@ import numpy as np
 from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.products.arguments import check_quantized, is_exact, operand_of
+from jax_mx.products.arguments import (
+    check_quantized,
+    is_exact,
+    operand_of,
+    warn_of_fixed_keys,
+)
 from jax_mx.products.arrangements import (
     Arrangements,
     arrangements_of,
@@ -19,12 +25,12 @@ from jax_mx.products.arrangements import (
     dimensions_of,
 )
 from jax_mx.products.auto import Sizes, resolved
-from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, product
-from jax_mx.products.fallback import Fallback, plain_operands
+from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, placed, product
+from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.reads import layout_for_trace
-from jax_mx.products.recipes import AUTO, Recipe, check_frozen, recipe_beside
+from jax_mx.products.recipes import AUTO, Recipe, check_frozen, is_floats, recipe_beside
 
 DimensionNumbers = Any  # as jax.lax.dot_general takes them
 
@@ -41,7 +47,7 @@ def dot_general(
     implementation: str | None = None,
     fallback: Fallback = None,
 ) -> jax.Array:
-    """jax.lax.dot_general with its operands in MX, differentiable in reverse mode.
+    """jax.lax.dot_general with its operands in MX, differentiable in reverse mode (bf16: in all).
 
     Operands that are floats are quantized as the recipe says, in blocks along the contracted
     elements, and so are those of both gradients' products. What is kept for the backward pass is
@@ -63,7 +69,8 @@ def dot_general(
         `QuantizedWeight` it is that of lhs.
       recipe: a `Recipe`, or the name of one: "mxfp8", "mxfp8_rows", "mxfp8_windows",
         "mxfp8_hybrid", "mxfp4" or "bf16"; or "auto", the fastest that is known on the chips that
-        the trace is for, see [training](training.md#the-default-recipe).
+        the trace is for, see [training](training.md#the-default-recipe). "floats" switches MX off:
+        jax.lax.dot_general multiplies what it gets, an `MXArray` as the floats it stands for.
       out_sharding: of the result, see jax.lax.dot_general.
       implementation: "fp8" (the chip's FP8 product of the codes, for arrays of one scale a row),
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
@@ -93,6 +100,21 @@ def dot_general(
       NotImplementedError: the named implementation does not serve the call.
     """
     op = "dot_general"
+    if is_floats(recipe):
+        rest = (dimension_numbers, precision, preferred_element_type, out_sharding)
+        return _by_jax(*as_floats(lhs, rhs), *rest)
+    if is_left(lhs, rhs, recipe):
+        return with_weight_first(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            recipe=recipe if isinstance(recipe, str) else dataclasses.replace(recipe, weight="rhs"),
+            out_sharding=out_sharding,
+            implementation=implementation,
+            fallback=fallback,
+        )
     try:
         call = planned(
             op,
@@ -106,11 +128,10 @@ def dot_general(
         )
     except (TypeError, ValueError) as error:
         plain = plain_operands(op, fallback, (lhs, rhs), recipe, implementation, error)
-        a, b = plain.operands
-        numbers: Any = as_tuples(dimension_numbers)
         wanted = preferred_element_type or plain.dtype
-        return jax.lax.dot_general(a, b, numbers, precision, wanted, out_sharding=out_sharding)
+        return _by_jax(*plain.operands, dimension_numbers, precision, wanted, out_sharding)
     lhs, rhs, recipe, layout = call.lhs, call.rhs, call.recipe, call.layout
+    warn_of_fixed_keys(op, recipe)
     shared = (is_exact(op, precision), implementation)
     static = Static(op, layout, call.dtype, *shared, out_sharding, recipe.chosen)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
@@ -122,6 +143,39 @@ def dot_general(
     # them vary, JAX sums the gradients of those others over it.
     leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), None, recipe))
     return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+
+
+def _by_jax(
+    lhs: Any, rhs: Any, numbers: Any, precision: Any, dtype: Any, out_sharding: Any
+) -> jax.Array:
+    """The product of floats as they are."""
+    numbers = as_tuples(numbers)
+    return jax.lax.dot_general(lhs, rhs, numbers, precision, dtype, out_sharding=out_sharding)
+
+
+def is_left(lhs: Any, rhs: Any, recipe: Any) -> bool:
+    """Whether the weight is lhs: as the recipe says, or as lhs alone is a `QuantizedWeight`."""
+    if isinstance(recipe, Recipe) and recipe.weight == "lhs":
+        return True
+    return isinstance(lhs, QuantizedWeight) and not isinstance(rhs, QuantizedWeight)
+
+
+def with_weight_first(
+    w: Any, x: Any, numbers: DimensionNumbers, *args: Any, out_sharding: Any = None, **kwargs: Any
+) -> jax.Array:
+    """`dot_general` of a weight and of activations: the recipe's rhs and lhs."""
+    swapped = swapped_numbers(numbers)
+    y = dot_general(x, w, swapped, *args, **kwargs)
+    (summed, _), (lead, _) = swapped
+    batch, split = len(lead), np.ndim(x) - len(summed)
+    order = (*range(batch), *range(split, y.ndim), *range(batch, split))
+    return placed(y.transpose(order), out_sharding)
+
+
+def swapped_numbers(numbers: DimensionNumbers) -> tuple[tuple[tuple, tuple], ...]:
+    """Dimension numbers of the product with its operands swapped."""
+    (lc, rc), (lb, rb) = as_tuples(numbers)
+    return (rc, lc), (rb, lb)
 
 
 class Call(NamedTuple):
@@ -157,6 +211,8 @@ def planned(
     Raises:
       TypeError, ValueError: as it does.
     """
+    if is_left(lhs, rhs, recipe):
+        lhs, rhs, dimension_numbers = rhs, lhs, swapped_numbers(dimension_numbers)
     lhs, rhs = operand_of(op, "lhs", lhs), operand_of(op, "rhs", rhs)
     is_free = implementation is None and not is_exact(op, precision)
     sizes = functools.partial(_sizes, op, lhs, rhs, dimension_numbers)

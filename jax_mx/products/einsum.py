@@ -13,9 +13,9 @@ from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import operand_of
 from jax_mx.products.derivative import placed
 from jax_mx.products.dot_general import dot_general
-from jax_mx.products.fallback import Fallback, plain_operands
+from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.recipes import AUTO, Recipe
+from jax_mx.products.recipes import AUTO, Recipe, is_floats
 
 
 def matmul(
@@ -128,11 +128,14 @@ def einsum(
     op = "einsum"
     if not isinstance(subscripts, str):
         raise TypeError(f"{op}: subscripts must be a string, got {shown(subscripts)}")
+    how: Any = {"precision": precision, "out_sharding": out_sharding}
+    if is_floats(recipe):
+        how["preferred_element_type"] = preferred_element_type
+        return jnp.einsum(subscripts, *as_floats(*operands), **how)
     try:
         (a, b), (left, right, out) = two(op, subscripts, operands)
     except (TypeError, ValueError) as error:
         plain = plain_operands(op, fallback, operands, recipe, implementation, error)
-        how: Any = {"precision": precision, "out_sharding": out_sharding}
         wanted = preferred_element_type or plain.dtype
         return jnp.einsum(subscripts, *plain.operands, preferred_element_type=wanted, **how)
     numbers = numbers_of(left, right, out)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.arrays.checks import held, implementation_of, name_among
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import check_recipe
@@ -62,3 +62,14 @@ def plain_operands(
     if fallback == "floats" or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
         return Plain(arrays, None)
     return Plain([x.astype(jnp.bfloat16) for x in arrays], jnp.result_type(*arrays))
+
+
+def as_floats(*operands: Any) -> list[jax.Array]:
+    """The arrays that "floats" multiplies: floats as they are, others as the floats they stand for.
+
+    An `MXArray` becomes floats of the others' type; of bfloat16 where there is none.
+    """
+    plain = [x.floats if isinstance(x, QuantizedWeight) else x for x in map(held, operands)]
+    types = [jnp.asarray(x).dtype for x in plain if not isinstance(x, MXArray)]
+    dtype = jnp.result_type(*types) if types else jnp.bfloat16
+    return [dequantize(x, dtype) if isinstance(x, MXArray) else jnp.asarray(x) for x in plain]

@@ -22,6 +22,7 @@ from jax_mx.products.arguments import (
     is_exact,
     operand_of,
     residuals_of,
+    warn_of_fixed_keys,
 )
 from jax_mx.products.arrangements import Arrangements, arrangements_of
 from jax_mx.products.auto import Sizes, resolved
@@ -118,6 +119,7 @@ def mlp(
     sizes = functools.partial(_sizes, x, [*first, w2])
     is_free = implementation is None and not exact
     recipe = resolved(op, recipe, (x, *first, w2), sizes, is_free)
+    warn_of_fixed_keys(op, recipe)
     recipes = _beside_first(op, names, first, recipe), recipe_beside(op, "w_down", w2, recipe)
     keep_rows = not recipe.has_windows and _may_be_split()
     layouts = [

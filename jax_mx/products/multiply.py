@@ -13,7 +13,7 @@ program, and an export which chips it is for. So the lowering decides before a q
 Transformations see the step of codes. Policies of jax.checkpoint look into it, and find the names
 of codes there. An operand that no kernel gives as floats, say in windows, needs no step.
 
-Neither has a derivative: derivative.py and layer.py have.
+Neither has a derivative, but for products of floats: derivative.py and layer.py have.
 """
 
 import dataclasses
@@ -153,7 +153,21 @@ def _no_second(*_: Any, numbers: Numbers, **__: Any) -> Any:
     return primitive.no_second("ragged_dot" if numbers.groups else "dot_general")
 
 
+def _plain(avals: Sequence[Any], *, tree: Any, numbers: Numbers) -> Callable | None:
+    """The product of floats as JAX computes it, whose derivatives it has; None of codes."""
+    contraction = contraction_of(tree, avals, numbers)
+    if numbers.groups or any(isinstance(x, MXArray) for x in (contraction.lhs, contraction.rhs)):
+        return None
+    return functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=numbers.dimensions,
+        preferred_element_type=numbers.dtype,
+        out_sharding=numbers.out_sharding,
+    )
+
+
 product_p = primitive.define("mx_product", _avals, _lower, _batch, _no_second)
+primitive.bilinear(product_p, _plain, _no_second)
 
 
 # ---- a quantizer and the products behind it ---

@@ -8,6 +8,7 @@ import numpy as np
 
 from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
 from jax_mx.lowering import primitive
+from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     Weight,
     array_or_quantized,
@@ -16,12 +17,13 @@ from jax_mx.products.arguments import (
     is_exact,
     sizes_of,
     unsplit,
+    warn_of_fixed_keys,
     weight_of,
 )
 from jax_mx.products.derivative import Static, product
-from jax_mx.products.fallback import Fallback, plain_operands
+from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.implementations import named
-from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
+from jax_mx.products.recipes import AUTO, Recipe, is_floats, recipe_beside
 from jax_mx.reference.ragged import clamped
 
 
@@ -73,6 +75,12 @@ def ragged_dot(
     op = "ragged_dot"
     if group_offset is not None:
         raise NotImplementedError(f"{op}: group_offset must be None; slice rhs and group_sizes")
+    if is_floats(recipe):
+        a, b = as_floats(lhs, rhs)
+        if isinstance(rhs, MXArray) and len(rhs.block) == 1 and rhs.axis % 3 == 2:
+            b = jnp.swapaxes(b, 1, 2)
+        sizes = jnp.asarray(group_sizes)
+        return jax.lax.ragged_dot(a, b, sizes, precision, preferred_element_type)
     try:
         lhs, weight, sizes, recipe, dtype = planned(
             op, lhs, rhs, group_sizes, preferred_element_type, recipe, implementation
@@ -82,6 +90,7 @@ def ragged_dot(
         wanted = preferred_element_type or plain.dtype
         a, b = plain.operands
         return jax.lax.ragged_dot(a, b, jnp.asarray(group_sizes), precision, wanted)
+    warn_of_fixed_keys(op, recipe)
     static = Static(op, None, dtype, is_exact(op, precision), implementation, chosen=recipe.chosen)
     unsplit(op, lhs, weight.floats, weight.quantized, sizes)
     operands = (lhs, None, weight.floats, weight.quantized, clamped(sizes, lhs.shape[0]))

@@ -18,6 +18,7 @@ from jax_mx.arrays.checks import (
     flag,
     float_dtype,
     held,
+    name_among,
     shown,
     whole,
     window_of,
@@ -49,6 +50,7 @@ from jax_mx.products.operand import (
 T = TypeVar("T")
 _BF16 = "bf16"  # of a product that is not quantized
 AUTO = "auto"  # the name of the recipe that a call resolves when it is traced
+FLOATS = "floats"  # that of no recipe: JAX multiplies, and MX is switched off
 
 
 class Chosen(NamedTuple):
@@ -180,6 +182,8 @@ class Recipe(_Value):
       dgrad: likewise.
       wgrad: likewise.
       chosen: of a recipe that "auto" became, which one it is, and for which chips; else None.
+      weight: the operand of `dot_general`, `matmul` and `einsum` that is the weight, "lhs" or
+        "rhs". The fields above call it rhs in either case.
     """
 
     lhs: Format | str = dataclasses.field(default=MXFP8_E4M3, metadata={"static": True})
@@ -193,6 +197,7 @@ class Recipe(_Value):
     dgrad: Product | Format | str | None = None
     wgrad: Product | Format | str | None = None
     chosen: Chosen | None = dataclasses.field(default=None, metadata={"static": True})
+    weight: str = dataclasses.field(default="rhs", metadata={"static": True})
 
     def __post_init__(self):
         """Names become what they name.
@@ -207,6 +212,7 @@ class Recipe(_Value):
         object.__setattr__(self, "window", _along_one_axis("Recipe", self.window))
         if self.weight_window is not None:
             object.__setattr__(self, "weight_window", window_of("Recipe", self.weight_window))
+        name_among("Recipe: weight", ("lhs", "rhs"), self.weight)
         block = block_of("Recipe", self.block)
         object.__setattr__(self, "block", block if len(block) > 1 else BLOCK)
         for name in PRODUCTS:
@@ -247,6 +253,11 @@ class Recipe(_Value):
             return self.weight_window
         window = getattr(self, product).window
         return self.window if window is None else window
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether some product's operands are quantized, instead of rounded to bfloat16."""
+        return any(getattr(self, product).format != _BF16 for product in PRODUCTS)
 
     @property
     def has_windows(self) -> bool:
@@ -321,7 +332,7 @@ class Recipe(_Value):
         first, second = Unquantized.of(side, jax.lax.stop_gradient(w), self).forms()
         if flag(op, "dequantized", dequantized):
             first, second = dequantized_forms(first, second)
-        plain = dataclasses.replace(self, chosen=None)
+        plain = dataclasses.replace(self, chosen=None, weight="rhs")
         return QuantizedWeight(w, first, second, plain, side)
 
     def fold_in(self, data: Any) -> Recipe:
@@ -515,13 +526,18 @@ def is_auto(recipe: Any) -> bool:
     return isinstance(recipe, str) and recipe == AUTO
 
 
+def is_floats(recipe: Any) -> bool:
+    """Whether a recipe is the name that switches MX off."""
+    return isinstance(recipe, str) and recipe == FLOATS
+
+
 def check_recipe(op: str, recipe: Any) -> None:
-    """Refuses neither "auto" nor what `recipe_of` takes.
+    """Refuses neither "auto" and "floats" nor what `recipe_of` takes.
 
     Raises:
       TypeError, ValueError: it is something else.
     """
-    if not is_auto(recipe):
+    if not is_auto(recipe) and not is_floats(recipe):
         recipe_of(op, recipe)
 
 

@@ -29,6 +29,10 @@ GLOBAL_SHAPES = (
     "Some calls stand on a mesh with automatic axes: a trace knows their global shapes alone, so "
     "these were looked up, and measured on one device; explicit axes or shard_map have a shard's."
 )
+WHOLE_GROUPS = (
+    "Automatic axes split columns of a product over groups and what it contracts. Each device has "
+    "all rows and groups; jax_mx.moe splits these, and so does jax.shard_map."
+)
 
 
 # ---- the calls of a function ---
@@ -89,7 +93,8 @@ def calls_in(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
         known = found.setdefault(key, _Found(call, 0))
         known.count += 1
         leaves = jax.tree.leaves((call.lhs, call.rhs, call.sizes))
-        notes += [GLOBAL_SHAPES] if any(map(_is_automatic, leaves)) else []
+        if any(map(_is_automatic, leaves)):
+            notes += [GLOBAL_SHAPES, *[WHOLE_GROUPS] * bool(call.numbers.groups)]
         why = call.unsplit
         notes += [f"Our kernels are left out of a product that {why}."] if why else []
     return [*found.values()], [*dict.fromkeys(notes)]

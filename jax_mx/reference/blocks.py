@@ -113,8 +113,8 @@ def one_nan(y: jax.Array) -> jax.Array:
     """
     bits = np.dtype(f"uint{8 * y.dtype.itemsize}")
     nan = np.array(np.iinfo(bits).max >> 1, bits)
-    found = jnp.where(jnp.isnan(y), nan, jax.lax.bitcast_convert_type(y, bits))
-    return jax.lax.bitcast_convert_type(found, y.dtype)
+    chosen = jnp.where(jnp.isnan(y), nan, jax.lax.bitcast_convert_type(y, bits))
+    return jax.lax.bitcast_convert_type(chosen, y.dtype)
 
 
 # ---- windows ---

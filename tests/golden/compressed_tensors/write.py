@@ -30,7 +30,11 @@ class Layer(torch.nn.Module):
         )
         self.mlp = torch.nn.Module()
         self.mlp.gate = torch.nn.Linear(WIDTH, EXPERTS, bias=False)
-        pairs = {"gate_proj": (WIDTH, INNER), "down_proj": (INNER, WIDTH)}
+        pairs = {
+            "gate_proj": (WIDTH, INNER),
+            "up_proj": (WIDTH, INNER),
+            "down_proj": (INNER, WIDTH),
+        }
         self.mlp.experts = torch.nn.ModuleList(
             torch.nn.ModuleDict({n: torch.nn.Linear(*s, bias=False) for n, s in pairs.items()})
             for _ in range(EXPERTS)
