@@ -44,16 +44,16 @@ class Costs(NamedTuple):
         """Of `tokens` a shard, with k choices each of all experts, on so many shards."""
         limits = Limits.of(tokens, k, experts, shards)
         bytes_each = 2 * (width * (33 / 32 if wire == "mx" else 2) + 2 * width)
-        costs = []
-        for rows, slots, per_mb, more in (
-            (tokens, shards * tokens * k, GATHERED_MB, 0.0),
-            (limits.rows, shards * limits.choices, EXCHANGED_MB, LAUNCHES),
-        ):
+
+        def cost(rows: int, slots: int, per_mb: float, more: float = 0.0) -> Cost:
             arrives = (shards - 1) * rows * bytes_each
             memory = slots * width * SLOT_BYTES
             us = (arrives * per_mb + memory * MEMORY_MB) / 1e6 + more
-            costs.append(Cost(arrives, slots, us))
-        return cls(*costs, limits)
+            return Cost(arrives, slots, us)
+
+        gather = cost(tokens, shards * tokens * k, GATHERED_MB)
+        rounds = cost(limits.rows, shards * limits.choices, EXCHANGED_MB, LAUNCHES)
+        return cls(gather, rounds, limits)
 
     @property
     def least(self) -> str:

@@ -195,7 +195,7 @@ def moe(
         name_among(f"{op}: activation", GATED, activation),
         flag(op, "interleaved", interleaved),
         residuals_of(op, residuals, recipe),
-        Slots(axis, axes.tensor, isinstance(trip, Round)),
+        Slots(axis, axes.tensor),
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
     b1, b2 = biases
@@ -277,12 +277,10 @@ class Slots(Moves):
     Attributes:
       axis: the mesh axis that tokens and experts are split over, or None.
       tensor: that the inner length is split over, or None.
-      in_rounds: whether tokens travel in rounds.
     """
 
     axis: str | None
     tensor: str | None
-    in_rounds: bool = False
     keeps_activation: ClassVar[bool] = False
 
     def enter(
@@ -368,6 +366,10 @@ class Slots(Moves):
             y = y + wires.on_first_shard(self.tensor, rows).astype(y.dtype)
             beside = bias, routing.experts, given.weights
         return wires.summed_shards(self.tensor, y), beside
+
+    def in_rounds(self, routing: Any) -> bool:
+        """See `Moves`."""
+        return isinstance(routing, Round)
 
     def rest(self, routing: Any, run: Callable[..., Any], sums: Any, operands: Any) -> Any:
         """See `Moves`; random numbers are a round's own."""

@@ -234,7 +234,8 @@ def travel(
     shards = 1 if axis is None else jax.lax.axis_size(axis)
     if axis is None or is_symbolic(experts.shape[0]):
         return Gathered(experts, axis, wire, own)
-    costs = Costs.of(*experts.shape, own * shards, shards, width, wire)
+    tokens, k = experts.shape
+    costs = Costs.of(tokens, k, own * shards, shards, width, wire)
     way = way or costs.least
     experts = noted(experts, f"moe over {axis!r}: {costs.sentence(way)}")
     if way == ROUNDS:

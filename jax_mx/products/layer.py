@@ -128,7 +128,6 @@ class Moves(ABC):
     """
 
     keeps_activation: ClassVar[bool]  # along its rows, for the gradient of w_second
-    in_rounds = False  # whether a routing may have further rounds, see `rest`
 
     @abstractmethod
     def enter(
@@ -210,6 +209,11 @@ class Moves(ABC):
         self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """The result as the caller wants it, and further residuals."""
+
+    def in_rounds(self, routing: Any) -> bool:
+        """Whether a routing may have further rounds, see `rest`."""
+        del routing
+        return False
 
     def rest(self, routing: Any, run: Callable[..., Any], sums: Any, operands: Any) -> Any:
         """The sums of what `run` gives of the routing's further rounds, if it has some.
@@ -325,7 +329,7 @@ def _fwd(static: Layer, *args: Any) -> tuple:
     given = Inputs(*floats)
     y, kept = _forward(static, given, quantized, routing, recipes, keep=True)
     y = _with_rest(static, y, given, quantized, routing, recipes)
-    return y, (kept, (given, quantized, routing) if static.moves.in_rounds else None, mark)
+    return y, (kept, (given, quantized, routing) if static.moves.in_rounds(routing) else None, mark)
 
 
 def _with_rest(
@@ -334,7 +338,8 @@ def _with_rest(
     """The result of all rounds, of that of the first."""
 
     def run(routing: Any, operands: Any) -> jax.Array:
-        return _forward(static, *operands[:2], routing, operands[2], keep=False)[0]
+        given, quantized, recipes = operands
+        return _forward(static, given, quantized, routing, recipes, keep=False)[0]
 
     return static.moves.rest(routing, run, y, (given._replace(b_second=None), quantized, recipes))
 
