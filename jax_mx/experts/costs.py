@@ -19,7 +19,7 @@ LAUNCHES = 100.0  # of rounds: eight more, and both passes wait for a number of 
 
 
 class Cost(NamedTuple):
-    """Of one way, forward and backward.
+    """The cost of a way, forward and backward.
 
     Attributes:
       arrives: bytes that arrive on a device.
@@ -33,7 +33,7 @@ class Cost(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Of both ways."""
+    """The costs of both ways."""
 
     gather: Cost
     rounds: Cost
@@ -41,7 +41,7 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, tokens: int, k: int, experts: int, shards: int, width: int, wire: str) -> Costs:
-        """Of `tokens` a shard, with k choices each of all experts, on so many shards."""
+        """The costs of `tokens` a shard, with k choices each of all experts, on so many shards."""
         limits = Limits.of(tokens, k, experts, shards)
         bytes_each = 2 * (width * (33 / 32 if wire == "mx" else 2) + 2 * width)
 

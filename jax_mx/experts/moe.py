@@ -188,14 +188,17 @@ def moe(
     product = Static(op, None, x.dtype, exact, chosen, chosen=recipe.chosen)
     wire = name_among(f"{op}: wire", wires.KINDS, wire)
     way = None if way is None else name_among(f"{op}: way", WAYS, way)
-    trip = wires.travel(axis, wire, way, experts, first.groups, x.shape[1])
+    if axis is None:
+        trip = wires.Gathered(experts, axis, wire, first.groups)
+    else:
+        trip = wires.travel(axis, wire, way, experts, first.groups, x.shape[1])
     static = Layer(
         (product,),
         product,
         name_among(f"{op}: activation", GATED, activation),
         flag(op, "interleaved", interleaved),
         residuals_of(op, residuals, recipe),
-        Slots(axis, axes.tensor),
+        Slots(axis, axes.tensor, isinstance(trip, Round)),
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
     b1, b2 = biases
@@ -277,10 +280,12 @@ class Slots(Moves):
     Attributes:
       axis: the mesh axis that tokens and experts are split over, or None.
       tensor: that the inner length is split over, or None.
+      rounds: whether tokens travel in rounds.
     """
 
     axis: str | None
     tensor: str | None
+    rounds: bool
     keeps_activation: ClassVar[bool] = False
 
     def enter(
@@ -367,9 +372,10 @@ class Slots(Moves):
             beside = bias, routing.experts, given.weights
         return wires.summed_shards(self.tensor, y), beside
 
-    def in_rounds(self, routing: Any) -> bool:
+    @property
+    def in_rounds(self) -> bool:
         """See `Moves`."""
-        return isinstance(routing, Round)
+        return self.rounds
 
     def rest(self, routing: Any, run: Callable[..., Any], sums: Any, operands: Any) -> Any:
         """See `Moves`; random numbers are a round's own."""
