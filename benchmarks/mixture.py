@@ -85,7 +85,7 @@ class Spread(llama.Automatic):
         return P(None, AXIS)
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """There is nothing to say of one device."""
+        """One device has all."""
         return x if self.mesh is None else super().rows(x)
 
 
