@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.shapes import Form
-from jax_mx.arrays.tiles import pack, unpack
+from jax_mx.arrays.views import pack, unpack
 from jax_mx.facts.formats import (
     BLOCK,
     FORMATS,

@@ -111,7 +111,8 @@ def generator(config: Mapping[str, Any], forward: Callable[..., Any]) -> Any:
     def generate(model: Any, cache: Any, tokens: jax.Array) -> Any:
         def step(carry: Any, position: jax.Array) -> Any:
             cache, tokens = carry
-            logits, cache = forward(config, model, cache, tokens[:, None], position)
+            with jax.numpy_dtype_promotion("standard"):  # which JAX's own attention wants
+                logits, cache = forward(config, model, cache, tokens[:, None], position)
             return (cache, logits.argmax(-1).astype(jnp.int32)), None
 
         return jax.lax.scan(step, (cache, tokens), START + jnp.arange(TOKENS))[0]

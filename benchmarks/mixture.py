@@ -85,7 +85,7 @@ class Spread(llama.Automatic):
         return P(None, AXIS)
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """Of one device there is nothing to say."""
+        """One device has all."""
         return x if self.mesh is None else super().rows(x)
 
 

@@ -6,7 +6,7 @@ A product is tiles, and a core computes one after the other. A tile takes at lea
 
 * what the matrix core takes for its multiplications, by the data sheet's dense operations;
 * what shared memory takes to hand operands to it, 128 bytes a clock: rows and columns of a tile
-  once each. What copies into shared memory take beside it is left out.
+  once each, on AMD twice. What copies into shared memory take beside it is left out.
 
 The product takes at least as many of these as the busiest core has tiles, and at least the time in
 which memory moves operands, scales and result once. What is left out makes a real product slower: a
@@ -42,10 +42,12 @@ class Cores:
     Attributes:
       petaflops: of each format, dense, by the data sheet.
       tile: of the kernel.
+      reads: how many times shared memory gives each row and column of a tile.
     """
 
     petaflops: Mapping[Format, float]
     tile: Tile
+    reads: int = 1
 
 
 # Without sparsity. NVIDIA's HGX page has PFLOPS of eight GPUs: FP8 72 with sparsity, which is twice
@@ -54,7 +56,8 @@ class Cores:
 CORES: Mapping[str, Cores] = {
     "B200": Cores({MXFP8_E4M3: 4.5, MXFP4_E2M1: 9.0}, Tile(128, 256)),
     "B300": Cores({MXFP8_E4M3: 4.5, MXFP4_E2M1: 13.5}, Tile(128, 256)),
-    "MI355X": Cores({MXFP8_E4M3: 5.03, MXFP4_E2M1: 10.07}, Tile(128, 128)),
+    # Of four waves, two have the same rows, and two the same columns.
+    "MI355X": Cores({MXFP8_E4M3: 5.03, MXFP4_E2M1: 10.07}, Tile(128, 128), reads=2),
 }
 
 
@@ -62,7 +65,7 @@ def clocks(chip: str, format: Format, tile: Tile) -> tuple[float, float]:
     """How many a tile takes for each element of K: of the matrix core, of shared memory."""
     core = CHIPS[chip]
     flop = CORES[chip].petaflops[format] * 1e15 / core.cores / (core.ghz * 1e9)  # a core's, a clock
-    read = (tile.rows + tile.columns) * format.bits / 8 / SHARED
+    read = CORES[chip].reads * (tile.rows + tile.columns) * format.bits / 8 / SHARED
     return 2 * tile.rows * tile.columns / flop, read
 
 

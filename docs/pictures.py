@@ -20,7 +20,7 @@ import jax_mx
 from benchmarks import plot, shapes
 from benchmarks.record import RESULTS
 from benchmarks.report import read
-from jax_mx.arrays import tiles
+from jax_mx.arrays import views
 from jax_mx.facts import layouts, windows
 from jax_mx.facts.directions import Blocks
 from jax_mx.facts.formats import BLOCK, FORMATS, SCALE_DTYPE, SCALINGS
@@ -218,7 +218,7 @@ def layout(which: layouts.Layout) -> Figure:
     rows, cols = which.tile if which.is_tiled else (8, 16)
     what = "tile" if which.is_tiled else "array"
     of = np.indices((rows, cols)).astype(np.uint8)
-    row, col = (np.asarray(tiles.pack(which, jnp.asarray(each))).reshape(-1) for each in of)
+    row, col = (np.asarray(views.pack(which, jnp.asarray(each))).reshape(-1) for each in of)
     row, col = row[: rows * cols], col[: rows * cols]  # of what is padded, the first tile
     offset = np.empty((rows, cols), int)
     offset[row, col] = np.arange(rows * cols)

@@ -42,7 +42,7 @@ def rotated(x, positions, theta):
 def layer(config, w, cache, x, start):
     """A layer of a prompt (B, S, width), or of a token at position `start`; and its cache."""
     (b, s, _), heads, d = x.shape, config["num_attention_heads"], config["head_dim"]
-    positions, theta = start + jnp.arange(s), config["rope_theta"]
+    positions, theta = (start + jnp.arange(s)).astype(jnp.float32), config["rope_theta"]
     qkv = product(norm(x, w["input_layernorm"]), w["self_attn.qkv_proj"]).reshape(b, s, -1, d)
     q, k, v = jnp.split(qkv, [heads, heads + config["num_key_value_heads"]], 2)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)

@@ -37,7 +37,7 @@ FEW = [
     (ProductKernel("matmul_fp8", "flydsl", (MXFP4_E2M1, MXFP8_E5M2), 128), "gfx950"),
     (ProductKernel("wgrad_fp8", "flydsl", (MXFP8_E5M2, MXFP4_E2M1), 128), "gfx942"),
 ]
-each = pytest.mark.parametrize(
+binaries = pytest.mark.parametrize(
     "variant,arch",
     [
         pytest.param(
@@ -101,7 +101,7 @@ def len_of(scales, q) -> int:
     return scales.shape[len(q.shape) - 2] * (32 if q.scale_layout.is_tiled else 1)
 
 
-def exact_product(product, arch, shape, sizes=None, *, edit=None, **how) -> tuple:
+def exact_product(product, arch, shape, sizes=None, *, edit=None, **options) -> tuple:
     """A call of random integers, and what it must give; `edit` makes other operands of them."""
     t, n, k = shape
     rng, sums = np.random.default_rng(t * n + k), product.op == "wgrad_fp8"
@@ -110,12 +110,12 @@ def exact_product(product, arch, shape, sizes=None, *, edit=None, **how) -> tupl
     w = integers(rng, (*groups, n, k), product.formats[1])
     x, w = edit(x, w) if edit else (x, w)
     want = wanted(x, w, None if sizes is None else np.asarray(sizes), sums=sums)
-    return Product(product, arch, x, w, sizes, **how), want
+    return Product(product, arch, x, w, sizes, **options), want
 
 
-def compare(product, arch, shape, sizes=None, *, entry=0, order="lockstep", **how):
-    program, want = exact_product(product, arch, shape, sizes, **how)
-    what = f"{product.name} {arch} {shape} {sizes} {entry} {order} {how}"
+def compare(product, arch, shape, sizes=None, *, entry=0, order="lockstep", **options):
+    program, want = exact_product(product, arch, shape, sizes, **options)
+    what = f"{product.name} {arch} {shape} {sizes} {entry} {order} {options}"
     assert_equal(program.y(entry, order), want, what)
 
 
@@ -126,7 +126,7 @@ SIZES = {
 }
 
 
-@each
+@binaries
 def test_shapes(variant, arch):
     """Off every tile; both entries, all results, all orders of waves."""
     turns = zip(SHAPES, itertools.cycle(RESULTS), (*ORDERS,), strict=False)
@@ -136,7 +136,7 @@ def test_shapes(variant, arch):
         compare(variant, arch, shape, sizes, dtype=dtype, entry=1 - i % 2)
 
 
-@each
+@binaries
 def test_groups_begin_anywhere(variant, arch):
     shape = (20, 33, 544) if variant.op == "wgrad_fp8" else (130, 33, 160)
     many = [0] * 66  # more than a wave has lanes
@@ -144,7 +144,7 @@ def test_groups_begin_anywhere(variant, arch):
         compare(variant, arch, shape, sizes, entry=i % 2)
 
 
-@each
+@binaries
 def test_no_nan_leaves_its_group(variant, arch):
     """Scales of 255 and codes that are NaN; of the last block, too."""
 
@@ -158,7 +158,7 @@ def test_no_nan_leaves_its_group(variant, arch):
     compare(variant, arch, shape, sizes, edit=edit)
 
 
-@each
+@binaries
 def test_extreme_scales(variant, arch):
     """2^-127, which makes subnormal floats, times 2^126."""
 
@@ -170,7 +170,7 @@ def test_extreme_scales(variant, arch):
     compare(variant, arch, (20, 33, 96), sizes, edit=edit)
 
 
-@each
+@binaries
 @pytest.mark.parametrize("tiles", [(1, 1, 1, 1), (1, 0, 0, 1), (0, 1, 1, 0)], ids=str)
 def test_operands_in_tiles(variant, arch, tiles):
     sums = variant.op == "wgrad_fp8"
@@ -203,10 +203,10 @@ def test_derivatives(arch, recipe, grouped):
     sizes = jnp.asarray([20, 0, 33, 10], jnp.int32)
 
     def product(x, w, implementation):
-        how = {"recipe": recipe, "implementation": implementation}
+        options = {"recipe": recipe, "implementation": implementation}
         if grouped:
-            return jax_mx.ragged_dot(x, w, sizes, **how)
-        return jax_mx.matmul(x, w, **how)
+            return jax_mx.ragged_dot(x, w, sizes, **options)
+        return jax_mx.matmul(x, w, **options)
 
     def gradients(implementation):
         f = functools.partial(product, implementation=implementation)

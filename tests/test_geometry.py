@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jax_mx.arrays import tiles, views
+from jax_mx.arrays import views
 from jax_mx.facts import directions
 from jax_mx.facts.directions import FORMS
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3
@@ -27,7 +27,7 @@ def packed(layout, matrix):
     padded = np.full(grow, -1, np.int64)
     padded[: size.rows, : size.cols] = matrix
     split = padded.reshape(down, *layout.row_digits, across, *layout.col_digits)
-    return split.transpose(tiles._permutation(layout, 0)).reshape(down, across, height * width)
+    return split.transpose(views._of_memory(layout, 0)).reshape(down, across, height * width)
 
 
 @pytest.mark.parametrize("layout", TILED, ids=repr)

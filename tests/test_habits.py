@@ -168,7 +168,7 @@ def test_layouts_differ_as_documents_say():
 
 
 # ---- the path of a tensor ---
-MOST = 19  # stations; it had 38
+MOST = 17  # stations; it had 38
 
 
 def _has(value: Any, kinds: tuple[type, ...], depth: int = 4) -> bool:
@@ -230,7 +230,7 @@ def test_the_path_of_a_tensor(without_code):
         with lowered_apart(), followed(kinds) as lowered[platform]:
             call.lower(lowering_platforms=(platform,))
     assert traced + lowered["cpu"] == said
-    assert traced + lowered["cuda"] == said[:16]
+    assert traced + lowered["cuda"] == said[:14]
     assert len(said) <= MOST
 
 
@@ -259,14 +259,14 @@ SIZES, ONE = np.array([40, 24], np.int32), np.zeros((64, 1), np.int32)
 # A function, its arguments' shapes, and how often at most the trace of its gradient, forward and
 # backward through the custom_vjp, enters a module; and one of `products/` or `experts/`.
 PATHS: dict[str, tuple[Callable[..., jax.Array], list[tuple[int, ...]], int, int]] = {
-    "matmul": (jax_mx.matmul, [(64, 96), (96, 64)], 198, 64),
+    "matmul": (jax_mx.matmul, [(64, 96), (96, 64)], 163, 62),
     "ragged_dot": (
-        lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 191, 38
+        lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 170, 37
     ),
-    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 405, 138),
+    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 340, 135),
     "moe": (
         lambda x, a, b: jax_mx.moe(x, ONE, np.ones((64, 1), np.float32), a, b),
-        [(64, 96), (2, 96, 128), (2, 64, 96)], 417, 110,
+        [(64, 96), (2, 96, 128), (2, 64, 96)], 384, 117,
     ),
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import tiled
 
 import jax_mx
-from jax_mx.arrays.tiles import pack, unpack
+from jax_mx.arrays.views import pack, unpack
 from jax_mx.facts.layouts import (
     BLOCKED_128X4,
     ROW_MAJOR_VALUES,

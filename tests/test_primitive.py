@@ -26,7 +26,7 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.arrays.reshaping import minor_to_major
+from jax_mx.arrays.views import minor_to_major
 from jax_mx.facts import formats, toolchains, variants
 from jax_mx.facts.chips import PLATFORMS
 from jax_mx.facts.directions import LAST, SECOND

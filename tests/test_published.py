@@ -287,8 +287,20 @@ def test_bad_arguments(tmp_path):
     assert_refused(lambda: load(folder, like=lambda *_: 3), TypeError, "must give a Sharding")
     (folder / "config.json").write_text("{")
     assert_refused(lambda: load(folder), ValueError, "config.json is damaged")
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"text_config": null, "quantization_config": "awq"}')
+    assert_refused(lambda: load(folder), ValueError, "quantization_config of")
+    (folder / "config.json").write_text('{"text_config": null}')
     assert_bits_equal(load(folder)["x"], np.ones(2, np.float32))
+
+
+def test_a_tensor_is_in_one_file(tmp_path):
+    folder = write(tmp_path / "model", {"x": np.ones(2, np.float32)})
+    (folder / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    assert_refused(lambda: jax_mx.load_checkpoint(folder), ValueError, "both have 'x'")
+    odd = write(tmp_path / "odd", {"x": np.zeros((2, 3), np.uint8)}, None, {"x": "F4"})
+    file = odd / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"[2, 6]", b"[4, 3]"))
+    assert_refused(lambda: jax_mx.load_checkpoint(odd), ValueError, "rows must have whole bytes")
 
 
 # ---- devices and memory ---

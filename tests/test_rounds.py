@@ -267,7 +267,7 @@ def test_the_cheaper_way_is_taken_and_explained():
     assert Costs.of(16384, 2, 64, 64, 7168, "mx").least == ROUNDS
     assert Costs.of(16384, 1, 8, 4, 7168, "mx").least == ROUNDS
     assert Costs.of(16, 8, 64, 8, 7168, "mx").least == GATHER
-    assert Costs.of(16384, 2, 2, 2, 7168, "mx").least == GATHER
+    assert Costs.of(64, 2, 8, 4, 7168, "mx").least == GATHER
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
     args = [jnp.zeros((64, 64)), jnp.zeros((64, 2), jnp.int32), jnp.zeros((64, 2))]
     args += [jnp.zeros((8, 64, 64)), jnp.zeros((8, 32, 64))]

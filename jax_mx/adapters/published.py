@@ -202,9 +202,19 @@ def load_checkpoint(
     entries = _with_experts(entries)
     for name, parts in _checked(join).items():
         entries = _with_joined(entries, name, parts)
-    size = sum(t.nbytes for e in entries.values() for t in (e.values, e.scales) if t is not None)
+    loaded = _loaded(files, entries, like, progress)
+    if isinstance(like, Mapping):
+        require_alike(OP, loaded, like)
+    return loaded
+
+
+def _loaded(
+    files: Files, entries: Mapping[str, Entry], like: Like | None, progress: bool | None
+) -> dict[str, MXArray | jax.Array]:
+    """The arrays, read one after the other."""
+    tensors = (t for e in entries.values() for t in (e.values, e.scales) if t is not None)
     loaded: dict[str, MXArray | jax.Array] = {}
-    with files.progress(size, progress):
+    with files.progress(sum(tensor.nbytes for tensor in tensors), progress):
         for name in sorted(entries):
             entry, where = entries[name], _sharding(like, name, entries[name])
             if entry.scales is None or entry.format is None:
@@ -212,8 +222,6 @@ def load_checkpoint(
             else:
                 pair = entry.values, entry.scales
                 loaded[name] = placed_mx(OP, *pair, entry.format, where, **entry.fields)
-    if isinstance(like, Mapping):
-        require_alike(OP, loaded, like)
     return loaded
 
 
@@ -266,7 +274,10 @@ def _config(folder: Path) -> Config:
             raise ValueError(f"{OP}: {folder / name} is damaged; fetch it again")
         if key is None:
             return {"quant_method": "modelopt", **config}
-        config = config.get(key) or config.get("text_config", {}).get(key) or {}
+        text = config.get("text_config")
+        config = config.get(key) or (text.get(key) if isinstance(text, dict) else None) or {}
+        if not isinstance(config, dict):
+            raise ValueError(f"{OP}: {key} of {folder / name} is damaged; fetch it again")
         if config:
             return config
     return {}
@@ -406,10 +417,10 @@ def _exponents(files: Files, name: str) -> Tensor:
     tensor, dtype = files[name], files.dtype(name)
     if dtype in ("U8", "F8_E8M0"):
         return files.viewed(name, np.uint8, tensor.shape)
-    what = f"{OP}: the scales {name!r} are {dtype}"
+    said = f"{OP}: the scales {name!r} are {dtype}"
     if dtype not in FLOATS:
         raise ValueError(
-            f"{what}, not the bytes of exponents that MX has (E4M3 is NVFP4's); load the model's "
+            f"{said}, not the bytes of exponents that MX has (E4M3 is NVFP4's); load the model's "
             "floats, and quantize these"
         )
     bits = tensor.read(()).astype(np.float32).view(np.uint32)
@@ -417,7 +428,7 @@ def _exponents(files: Files, name: str) -> Tensor:
     good = (bits << 9 == 0) & (bits >> 23 > 0) & (bits >> 23 < 255) | (bits == 1 << 22)
     if not good.all():
         raise ValueError(
-            f"{what} and not powers of two, so the weight is not MX; multiply its codes by them, "
+            f"{said} and not powers of two, so the weight is not MX; multiply its codes by them, "
             "and quantize the floats"
         )
     return Tensor(name, tensor.shape, np.dtype(np.uint8), lambda index: codes[index])

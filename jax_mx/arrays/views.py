@@ -68,15 +68,132 @@ from collections.abc import Collection, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_mx.arrays import tiles
-from jax_mx.arrays.reshaping import Shape, from_view, reshape, to_view
-from jax_mx.arrays.sharding import Spec, spec_of
+from jax_mx.arrays.sharding import Spec, gathered, is_explicit, spec_of
 from jax_mx.arrays.units import MERGED, SPLIT, Order, moved, split
 from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout, ScaleLayout, ValueLayout
 from jax_mx.facts.windows import Window, lengths_of
+
+Shape = tuple[int, ...]
+
+
+# ---- reshapes on any mesh: of an array, to a view and back ---
+def reshape(x: jax.Array, shape: Shape, spec: Spec) -> jax.Array:
+    """x.reshape, to the partition spec `spec` on a mesh with explicit axes."""
+    mesh = jax.typeof(x).sharding.mesh
+    if not is_explicit(mesh):
+        return jax.lax.reshape(x, shape)
+    spec = (*spec, *[None] * (len(shape) - len(spec)))
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def to_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
+    """x as leading dimensions and a tail.
+
+    Args:
+      x: any array.
+      shape: of the view.
+      spec: its partition spec; matters with explicit axes only.
+      order: of the tail's dimensions in memory.
+    """
+    places = _places(len(shape), order)
+    x = reshape(x, tuple(shape[i] for i in places), tuple(spec[i] for i in places))
+    return x.transpose(sorted(range(len(places)), key=places.__getitem__))
+
+
+def from_view(x: jax.Array, shape: Shape, spec: Spec, order: Order) -> jax.Array:
+    """The inverse of `to_view`: the array of `shape` and `spec` whose view x is."""
+    x = x.transpose(_places(x.ndim, order))
+    return reshape(x, shape, spec)
+
+
+def minor_to_major(ndim: int, order: Order) -> tuple[int, ...]:
+    """The order as XLA's layouts have it, for a view of `ndim` dimensions."""
+    return _places(ndim, order)[::-1]
+
+
+def _places(ndim: int, order: Order) -> tuple[int, ...]:
+    """All dimensions of a view in memory order."""
+    lead = ndim - len(order)
+    return (*range(lead), *(lead + i for i in order))
+
+
+# ---- bytes into a tiled layout and back: what facts/layouts.py describes ---
+def pack(
+    layout: Layout,
+    matrix: jax.Array,  # (..., rows, cols) of one byte each
+) -> jax.Array:  # (..., *layout.shape(rows, cols))
+    """Row-major bytes, brought into a layout; the padding is 0x00."""
+    if not layout.is_tiled:
+        return matrix
+    matrix = gathered(matrix, matrix.shape, layout.pad)
+    *lead, rows, cols = matrix.shape
+    tiles_r, tiles_c, size = layout.shape(rows, cols)
+    grow = (tiles_r * layout.tile[0] - rows, tiles_c * layout.tile[1] - cols)
+    bits = jax.lax.bitcast_convert_type(matrix, jnp.uint8)
+    bits = jnp.pad(bits, [(0, 0)] * len(lead) + [(0, g) for g in grow])
+    split = (tiles_r, *layout.row_digits, tiles_c, *layout.col_digits)
+    spec = spec_of(matrix)
+    bits = reshape(bits, (*lead, *split), _in_digits(layout, spec)).transpose(
+        _of_memory(layout, len(lead))
+    )
+    bits = reshape(bits, (*lead, tiles_r, tiles_c, size), spec)
+    return jax.lax.bitcast_convert_type(bits, matrix.dtype)
+
+
+def unpack(
+    layout: Layout,
+    packed: jax.Array,  # (..., *layout.shape(rows, cols))
+    rows: int,
+    cols: int,
+) -> jax.Array:  # (..., rows, cols)
+    """The inverse of `pack`.
+
+    Raises:
+      ValueError: `packed` does not have the shape that `rows` x `cols` bytes take.
+    """
+    shape = layout.shape(rows, cols)
+    lead = packed.shape[: max(packed.ndim - len(shape), 0)]
+    if packed.shape != (*lead, *shape):
+        raise ValueError(
+            f"unpack: {rows} x {cols} bytes in {layout.name} have the shape (..., "
+            f"{', '.join(map(str, shape))}), got {packed.shape}"
+        )
+    if not layout.is_tiled:
+        return packed
+    tiles_r, tiles_c, size = shape
+    pads = [p // t for p, t in zip(layout.pad, layout.tile, strict=True)]
+    whole = (*lead, rows // layout.tile[0], cols // layout.tile[1], size)
+    packed = gathered(packed, whole, (*pads, size))
+    split = (tiles_r, *layout.row_digits, tiles_c, *layout.col_digits)
+    permutation = _of_memory(layout, len(lead))
+    bits = jax.lax.bitcast_convert_type(packed, jnp.uint8)
+    spec = spec_of(packed)[:-1]
+    memory = ((*lead, *split)[p] for p in permutation[len(lead) :])
+    bits = reshape(bits, (*lead, *memory), spec)
+    inverse = sorted(range(len(permutation)), key=permutation.__getitem__)
+    bits = bits.transpose(inverse)
+    bits = reshape(bits, (*lead, tiles_r * layout.tile[0], tiles_c * layout.tile[1]), spec)
+    bits = jax.lax.bitcast_convert_type(bits, packed.dtype)
+    return bits[..., :rows, :cols]
+
+
+def _in_digits(layout: Layout, spec: tuple) -> tuple:
+    """The matrix's partition spec with rows and columns split into tiles and digits."""
+    *lead, rows, cols = spec
+    return (*lead, rows, *(None for _ in layout.row_digits), cols)
+
+
+def _of_memory(layout: Layout, lead: int) -> tuple[int, ...]:
+    """From (lead, row tiles, row digits, column tiles, column digits) to memory order."""
+    digits_r = len(layout.row_digits)
+    row_tiles, col_tiles = lead, lead + 1 + digits_r
+    place = [row_tiles + 1 + i for i in range(digits_r)]
+    place += [col_tiles + 1 + i for i in range(len(layout.col_digits))]
+    return (*range(lead), row_tiles, col_tiles, *(place[i] for i in layout.order))
 
 
 # ---- shapes and partition specs of stored arrays ---
@@ -194,7 +311,7 @@ class Result:
             return bytes_
         lead, spec = bytes_.ndim - len(self.order), spec_of(bytes_)
         shape = (*bytes_.shape[: lead + 2], *self._extents(bytes_.shape[lead:]))
-        packed = tiles.pack(layout, from_view(bytes_, shape, spec[: lead + 2], self._matrix))
+        packed = pack(layout, from_view(bytes_, shape, spec[: lead + 2], self._matrix))
         return packed.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
 
     def unpack(self, scales: jax.Array, view: Shape) -> jax.Array:
@@ -203,7 +320,7 @@ class Result:
             return scales
         lead, shape = len(view) - len(self.order), divided(view, self.block, BLOCK)
         packed = scales.transpose(self._turned((*range(lead + 2), lead + 2, lead + 3, lead + 4)))
-        matrix = tiles.unpack(self.layout, packed, *self._extents(shape[lead:]))
+        matrix = unpack(self.layout, packed, *self._extents(shape[lead:]))
         spec = (*spec_of(packed)[: lead + 2], *(None for _ in self.order))
         return to_view(matrix, shape, spec, self._matrix)
 

@@ -19,7 +19,7 @@ LAUNCHES = 100.0  # of rounds: eight more, and both passes wait for a number of 
 
 
 class Cost(NamedTuple):
-    """Of one way, forward and backward.
+    """The cost of a way, forward and backward.
 
     Attributes:
       arrives: bytes that arrive on a device.
@@ -33,7 +33,7 @@ class Cost(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Of both ways."""
+    """The costs of both ways."""
 
     gather: Cost
     rounds: Cost
@@ -41,19 +41,19 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, tokens: int, k: int, experts: int, shards: int, width: int, wire: str) -> Costs:
-        """Of `tokens` a shard, with k choices each of all experts, on so many shards."""
+        """The costs of `tokens` a shard, with k choices each of all experts, on so many shards."""
         limits = Limits.of(tokens, k, experts, shards)
         bytes_each = 2 * (width * (33 / 32 if wire == "mx" else 2) + 2 * width)
-        costs = []
-        for rows, slots, per_mb, more in (
-            (tokens, shards * tokens * k, GATHERED_MB, 0.0),
-            (limits.rows, shards * limits.choices, EXCHANGED_MB, LAUNCHES),
-        ):
+
+        def cost(rows: int, slots: int, per_mb: float, more: float = 0.0) -> Cost:
             arrives = (shards - 1) * rows * bytes_each
             memory = slots * width * SLOT_BYTES
             us = (arrives * per_mb + memory * MEMORY_MB) / 1e6 + more
-            costs.append(Cost(arrives, slots, us))
-        return cls(*costs, limits)
+            return Cost(arrives, slots, us)
+
+        gather = cost(tokens, shards * tokens * k, GATHERED_MB)
+        rounds = cost(limits.rows, shards * limits.choices, EXCHANGED_MB, LAUNCHES)
+        return cls(gather, rounds, limits)
 
     @property
     def least(self) -> str:

@@ -191,7 +191,10 @@ def moe(
     product = Static(op, None, x.dtype, exact, chosen, chosen=recipe.chosen)
     wire = name_among(f"{op}: wire", wires.KINDS, wire)
     way = None if way is None else name_among(f"{op}: way", WAYS, way)
-    trip = wires.travel(axis, wire, way, experts, first.groups, x.shape[1])
+    if axis is None:
+        trip = wires.Gathered(experts, axis, wire, first.groups)
+    else:
+        trip = wires.travel(axis, wire, way, experts, first.groups, x.shape[1])
     static = Layer(
         (product,),
         product,
@@ -280,12 +283,12 @@ class Slots(Moves):
     Attributes:
       axis: the mesh axis that tokens and experts are split over, or None.
       tensor: that the inner length is split over, or None.
-      in_rounds: whether tokens travel in rounds.
+      rounds: whether tokens travel in rounds.
     """
 
     axis: str | None
     tensor: str | None
-    in_rounds: bool = False
+    rounds: bool
     keeps_activation: ClassVar[bool] = False
 
     def enter(
@@ -371,6 +374,11 @@ class Slots(Moves):
             y = y + wires.on_first_shard(self.tensor, rows).astype(y.dtype)
             beside = bias, routing.experts, given.weights
         return wires.summed_shards(self.tensor, y), beside
+
+    @property
+    def in_rounds(self) -> bool:
+        """See `Moves`."""
+        return self.rounds
 
     def rest(self, routing: Any, run: Callable[..., Any], sums: Any, operands: Any) -> Any:
         """See `Moves`; random numbers are a round's own."""

@@ -209,32 +209,33 @@ class Gathered:
         """(T, k): the values of all rows' choices."""
         return sum_and_scatter(self.axis, values)
 
-    def rest(self, run: Any, sums: Any, operands: Any) -> Any:
-        """The sums: there is no further round."""
-        del run, operands
-        return sums
-
 
 Trip = Gathered | Round
 
 
-def travel(
-    axis: str | None, wire: str, way: str | None, experts: jax.Array, own: int, width: int
-) -> Trip:
+def travel(axis: str, wire: str, way: str | None, experts: jax.Array, own: int, width: int) -> Trip:
     """How tokens of these experts (T, k) travel to the shards, each of which has `own` experts.
 
     Args:
-      axis: the expert axis, or None.
+      axis: the expert axis.
       wire: how rows move, one of `KINDS`.
       way: one of `WAYS`; None: the one that costs less.
       experts: as all shards count them.
       own: how many a shard has.
       width: elements of a token.
+
+    Raises:
+      ValueError: rounds are named, and the number of tokens is a symbol.
     """
-    shards = 1 if axis is None else jax.lax.axis_size(axis)
-    if axis is None or is_symbolic(experts.shape[0]):
+    shards, (tokens, k) = jax.lax.axis_size(axis), experts.shape
+    if is_symbolic(tokens):
+        if way == ROUNDS:
+            raise ValueError(
+                f"moe: way {ROUNDS!r} wants a known number of tokens; {tokens} is a symbol, for which "
+                "way='gather' serves"
+            )
         return Gathered(experts, axis, wire, own)
-    costs = Costs.of(*experts.shape, own * shards, shards, width, wire)
+    costs = Costs.of(tokens, k, own * shards, shards, width, wire)
     way = way or costs.least
     experts = noted(experts, f"moe over {axis!r}: {costs.sentence(way)}")
     if way == ROUNDS:

@@ -1,4 +1,4 @@
-"""Where the bytes of scales and of values lie; jax_mx/arrays/tiles.py goes there and back in jnp.
+"""Where the bytes of scales and of values lie; jax_mx/arrays/views.py goes there and back in jnp.
 
 A matrix that is quantized along its last axis has `rows` x `cols` scales, cols = K / 32. GEMMs want
 them in tiles, and some want the values' bytes so too. A tiled layout is a permutation of the bits

@@ -39,9 +39,8 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
-from jax_mx.arrays.reshaping import minor_to_major
 from jax_mx.arrays.sharding import is_explicit, shards_of
-from jax_mx.arrays.views import View
+from jax_mx.arrays.views import View, minor_to_major
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES

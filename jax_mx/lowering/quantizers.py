@@ -18,9 +18,8 @@ from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from jax_mx import reference
-from jax_mx.arrays.reshaping import Shape
 from jax_mx.arrays.sharding import is_explicit, spec_of, spread
-from jax_mx.arrays.views import Result, View, Viewed
+from jax_mx.arrays.views import Result, Shape, View, Viewed
 from jax_mx.facts.directions import Blocks
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Format, Scaling
 from jax_mx.facts.preprocessing import Preprocessing

@@ -100,7 +100,7 @@ def save_safetensors(
     An MXArray called "w" becomes the tensors "w.values" and "w.scales", the bytes that it holds, as
     U8, which all loaders of safetensors open. The file's metadata say under "jax_mx", in JSON, what
     the format, the axis and the layouts of each are.
-    Arrays come to the host one at a time.
+    Arrays come to the host one at a time, by a copy on their devices.
 
         save_safetensors({"w": quantize(w), "step": 7}, "model.safetensors")
 
@@ -193,9 +193,10 @@ def _content(
 def _bytes_of(array: np.ndarray | jax.Array) -> np.ndarray:
     """An array as files have it, uint8."""
     if isinstance(array, jax.Array):
-        # JAX keeps a host's copy as long as the array; this one goes when it is written.
-        parts = [shard.data for shard in array.addressable_shards]
-        array = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+        local = array if array.is_fully_addressable else array.addressable_data(0)
+        with jax.ensure_compile_time_eval():
+            # JAX keeps what it brings to the host as long as the array, here a copy's.
+            array = jnp.copy(local)
     codes = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return codes[::2] & 15 | codes[1::2] << 4 if array.dtype == FLOAT4 else codes
 

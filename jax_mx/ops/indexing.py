@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays import tiles
+from jax_mx.arrays import views
 from jax_mx.arrays.checks import axis_of, blocks_fit, is_symbolic, shown, values_fit
 from jax_mx.arrays.views import moved_last, stored_shape
 from jax_mx.facts.formats import BLOCK
@@ -34,9 +34,9 @@ def with_values(op: str, q: MXArray, layout: ValueLayout) -> MXArray:
         return q
     values = q.values
     if q.value_layout.is_tiled:
-        values = tiles.unpack(q.value_layout, values, *q.value_layout.rows_cols(values.shape))
+        values = views.unpack(q.value_layout, values, *q.value_layout.rows_cols(values.shape))
     values_fit(op, layout, q.axis, q.shape, q.format)
-    return dataclasses.replace(q, values=tiles.pack(layout, values), value_layout=layout)
+    return dataclasses.replace(q, values=views.pack(layout, values), value_layout=layout)
 
 
 def with_scales(op: str, q: MXArray, layout: ScaleLayout) -> MXArray:
@@ -47,10 +47,10 @@ def with_scales(op: str, q: MXArray, layout: ScaleLayout) -> MXArray:
     scales = q.scales
     if q.scale_layout.is_tiled:
         *_, rows, length = moved_last(q.shape, q.axis)
-        scales = tiles.unpack(q.scale_layout, scales, rows, length // BLOCK)
+        scales = views.unpack(q.scale_layout, scales, rows, length // BLOCK)
         scales = jnp.moveaxis(scales, -1, q.axis)
     if layout.is_tiled:
-        scales = tiles.pack(layout, jnp.moveaxis(scales, q.axis, -1))
+        scales = views.pack(layout, jnp.moveaxis(scales, q.axis, -1))
     return dataclasses.replace(q, scales=scales, scale_layout=layout)
 
 

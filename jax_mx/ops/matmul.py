@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
-from jax_mx.arrays.tiles import unpack
+from jax_mx.arrays.views import unpack
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, SCALE_NAN
 from jax_mx.ops.mxarray import MXArray, checked
 

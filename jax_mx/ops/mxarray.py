@@ -17,13 +17,14 @@ from jax.sharding import PartitionSpec
 
 from jax_mx import reference
 from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, blocks_in, held, values_fit
-from jax_mx.arrays.reshaping import from_view, reshape
 from jax_mx.arrays.sharding import gathered, is_explicit, resharded, spec_of
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import (
     Viewed,
     divided,
+    from_view,
     moved_last,
+    reshape,
     stored_shape,
     stored_spec,
     view_of,

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.reshaping import reshape
 from jax_mx.arrays.sharding import gathered, spec_of
+from jax_mx.arrays.views import reshape
 from jax_mx.ops.mxarray import MXArray, checked
 
 

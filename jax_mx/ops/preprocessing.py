@@ -14,9 +14,8 @@ import numpy as np
 
 from jax_mx import reference
 from jax_mx.arrays.checks import array_of, axis_of, one_of, padded, shown, window_of
-from jax_mx.arrays.reshaping import reshape
 from jax_mx.arrays.sharding import iota, spec_of
-from jax_mx.arrays.views import divided
+from jax_mx.arrays.views import divided, reshape
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, PRESCALES, SIZES, Preprocessing
 from jax_mx.facts.windows import Window

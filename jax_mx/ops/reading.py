@@ -129,7 +129,7 @@ class Files:
         Raises:
           FileNotFoundError: there is no such file.
           TypeError: path is neither a path nor a list of paths.
-          ValueError: an index is damaged.
+          ValueError: an index is damaged, or two files have a tensor of one name.
         """
         self.op = op
         self.headers: dict[Path, tuple[dict[str, str], dict[str, dict[str, Any]], int]] = {}
@@ -154,7 +154,13 @@ class Files:
                     f"{op}: {one} is no .safetensors file, no folder with some, and no {INDEX}"
                 )
             for file in files:
-                self.places |= dict.fromkeys(self.header(file)[1], file)
+                names = self.header(file)[1]
+                if twice := sorted(names.keys() & self.places.keys()):
+                    raise ValueError(
+                        f"{op}: {file} and {self.places[twice[0]]} both have {twice[0]!r}; name "
+                        "the file that counts, or move the other one away"
+                    )
+                self.places |= dict.fromkeys(names, file)
 
     def header(self, file: Path) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]:
         """A file's metadata, its tensors by name, and where their bytes begin."""
@@ -173,6 +179,8 @@ class Files:
         entry = self._entry(name)
         dtype, shape = dtype_of(self.op, name, entry["dtype"]), tuple(entry["shape"])
         if dtype == FLOAT4:
+            if not shape or shape[-1] % 2:
+                raise ValueError(f"{self.op}: {name!r} is F4 {shape}; rows must have whole bytes")
             dtype, shape = np.dtype(np.uint8), (*shape[:-1], shape[-1] // 2)
         return self.viewed(name, dtype, shape)
 

@@ -11,11 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import get_abstract_mesh
 
-from jax_mx.facts.layouts import ROW_MAJOR, SHUFFLED_32X8, ScaleLayout
+from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.product_kernels import PRODUCTS, RESULTS
-from jax_mx.lowering import products, registry, targets
+from jax_mx.lowering import products, registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products import kernels
@@ -34,13 +33,13 @@ def support(contraction: Contraction, chips: Sequence[str]) -> Served:
     op = "wgrad_fp8" if numbers.groups == SUMS else "matmul_fp8"
     formats = contraction.lhs.format, contraction.rhs.format
     plan = ProductPlan(op, formats, numbers.dtype, bool(numbers.groups), _TILE)
-    found = registry.IMPLEMENTATIONS[NAME].support(plan, chips)
-    if found.refusal:
+    answer = registry.IMPLEMENTATIONS[NAME].support(plan, chips)
+    if answer.refusal:
         instead = "'dequantize' serves it"
-        refusal = dataclasses.replace(found.refusal, call=contraction.op, instead=instead)
+        refusal = dataclasses.replace(answer.refusal, call=contraction.op, instead=instead)
         return Served(NAME, refusal=refusal)
     plan = dataclasses.replace(plan, implementation=NAME)  # which never falls back in silence
-    return Served(NAME, found.kernels, plan=plan)
+    return Served(NAME, answer.kernels, plan=plan)
 
 
 def _obstacle(contraction: Contraction, chips: Sequence[str]) -> str:
@@ -94,8 +93,8 @@ def _side(x: MXArray, contracted: int, batch: Dims, flat: bool) -> tuple:
     last = x.ndim - 1
     if len(x.block) == 2:  # its transposed array is the array transposed
         x, contracted = (x if contracted == last else x.mT).expand(-1), last
-    own = x.ndim - 2 == (0 if flat else len(batch))
-    if x.scale_layout.is_tiled and own and contracted == last and x.axis == -1:
+    is_whole = x.ndim - 2 == (0 if flat else len(batch))
+    if x.scale_layout.is_tiled and is_whole and contracted == last and x.axis == -1:
         tiles = x.scales.shape
         down, across = (n * tile for n, tile in zip(tiles[-3:-1], x.scale_layout.tile, strict=True))
         return [x.values, x.scales.reshape(*tiles[:-3], down, across)], False, True
@@ -107,14 +106,3 @@ def _side(x: MXArray, contracted: int, batch: Dims, flat: bool) -> tuple:
 def _merged(a: jax.Array) -> jax.Array:
     """All rows in one matrix."""
     return a.reshape(-1, a.shape[-1])
-
-
-# ---- what quantizers write for it ---
-def layout_for_trace() -> ScaleLayout:
-    """The layout of scales that products of a trace read fastest: on gfx950 of a lane a word.
-
-    On a mesh they stay in rows: shards of tiles are whole tiles.
-    """
-    chips = targets.chips_of_trace(())
-    reads_tiles = bool(chips) and all(chip == "gfx950" for chip in chips)
-    return SHUFFLED_32X8 if reads_tiles and get_abstract_mesh().empty else ROW_MAJOR

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.arrays.checks import whole
-from jax_mx.arrays.reshaping import reshape
 from jax_mx.arrays.sharding import Spec, is_explicit, resharded, spec_of
+from jax_mx.arrays.views import reshape
 from jax_mx.facts.formats import BLOCK
 
 Dims = tuple[int, ...]

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays import tiles
+from jax_mx.arrays import views
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts.chips import TCGEN05
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
-from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, ScaleLayout
+from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR
 from jax_mx.lowering import targets
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, is_along, refused
@@ -33,15 +33,6 @@ _FLOATS = (jnp.bfloat16, jnp.float16)
 
 
 # ---- what quantizers write for it ---
-def layout_for_trace() -> ScaleLayout:
-    """The layout of scales that products of a trace read as they lie.
-
-    On a mesh they stay in rows: shards of tiles are whole tiles.
-    """
-    is_alone = jax.sharding.get_abstract_mesh().empty
-    return BLOCKED_128X4 if is_alone and _serves_trace() else ROW_MAJOR
-
-
 def align_for_trace() -> int:
     """The multiples at which groups begin along rows, so that products of a trace read codes."""
     return ALIGN if _serves_trace() else 1
@@ -177,7 +168,7 @@ def _code_side(x: MXArray, contracting: Dims, batch: Dims) -> Side:
         scales = x.scales
     else:
         rows = _arranged(x.with_scales_in(ROW_MAJOR).scales, order, lead)
-        scales = tiles.pack(BLOCKED_128X4, rows)
+        scales = views.pack(BLOCKED_128X4, rows)
     return Side(array, scales.reshape(array.shape[0], -1, *scales.shape[-2:]))
 
 

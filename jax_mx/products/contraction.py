@@ -66,6 +66,17 @@ class Numbers:
         """The dimension numbers, as `jax.lax.dot_general` has them."""
         return self.contracting, self.batch
 
+    def axes(self, *ndim: int) -> tuple[int, int]:
+        """The contracted axes of operands of so many dimensions; see `Contraction.axes`."""
+        (left,), (right,) = self.contracting
+        return left - ndim[0], right - ndim[1]
+
+    def free(self, side: int, ndim: int) -> Dims:
+        """Those of so many dimensions that the result keeps; see `Contraction.free`."""
+        taken = (*self.contracting[side], *self.batch[side])
+        taken = (*taken, 0) if self.groups == ROWS and side else taken
+        return tuple(d for d in range(ndim) if d not in taken)
+
 
 @dataclasses.dataclass(frozen=True)
 class Contraction:
@@ -116,8 +127,7 @@ class Contraction:
     @property
     def axes(self) -> tuple[int, int]:
         """The contracted axis of either operand of a grouped product, -1 or -2."""
-        (left,), (right,) = self.numbers.contracting
-        return left - self.lhs.ndim, right - self.rhs.ndim
+        return self.numbers.axes(self.lhs.ndim, self.rhs.ndim)
 
     @property
     def length(self) -> int:
@@ -209,17 +219,15 @@ class Contraction:
             return self
         array = form.array.values if isinstance(form.array, MXArray) else form.array
         array = array if form.axis == axis else jnp.swapaxes(array, -1, -2)
-        batch = tuple(self.lhs.shape[d] for d in self.numbers.batch[0])
-        free = (tuple(x.shape[d] for d in self.free(i)) for i, x in enumerate((self.lhs, self.rhs)))
+        numbers, shapes = self.numbers, [x.shape for x in (self.lhs, self.rhs)]
+        batch = tuple(shapes[0][d] for d in numbers.batch[0])
+        free = (tuple(n[d] for d in numbers.free(i, len(n))) for i, n in enumerate(shapes))
         fits = array.shape == (*batch, *itertools.chain(*free))
         return dataclasses.replace(self, like=array) if fits else self
 
     def free(self, side: int) -> Dims:
         """The dimensions of lhs (0) or rhs (1) that the result keeps, but batch and groups."""
-        x, numbers = (self.lhs, self.rhs)[side], self.numbers
-        taken = (*numbers.contracting[side], *numbers.batch[side])
-        taken = (*taken, 0) if numbers.groups == ROWS and side else taken
-        return tuple(d for d in range(x.ndim) if d not in taken)
+        return self.numbers.free(side, (self.lhs, self.rhs)[side].ndim)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,6 @@ import numpy as np
 
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
@@ -26,7 +25,7 @@ from jax_mx.products.arrangements import Arrangement, Arrangements
 from jax_mx.products.blackwell import align_for_trace
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.multiply import Multiplication, Step
-from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
+from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized, operand_for
 from jax_mx.products.recipes import Chosen, Recipe
 
 Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
@@ -108,39 +107,6 @@ def side_of(side: Arrangement | None, x: Any) -> Side | None:
     if x is None:
         return None
     return Side(x.dtype, spec_of(x), () if side is None else spec_of(side.arranged(x)))
-
-
-def operand_for(
-    side: Arrangement, x: Any, quantized: Any, recipe: Recipe, name: str, wanted: tuple[bool, bool]
-) -> Any:
-    """An operand of a dense product: its floats as they are to be quantized, or its forms.
-
-    Args:
-      side: how it is arranged.
-      x: floats, or None.
-      quantized: an `MXArray`, both forms, or None.
-      recipe: of floats.
-      name: "lhs" or "rhs".
-      wanted: which of both forms are.
-    """
-    if isinstance(quantized, MXArray):
-        form = ProductOperand(_arranged_mx(side, quantized), side.axis)
-        return form, dataclasses.replace(form, axis=-3 - side.axis)
-    if quantized is not None:
-        return quantized
-    return Unquantized.of(side, x, recipe, name, wanted)
-
-
-def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:
-    """An MXArray arranged like floats: its values and its scales, by themselves."""
-    if q.scale_layout.is_tiled and side.is_moved:
-        q = q.with_scales_in(ROW_MAJOR)
-    if q.scale_layout.is_tiled:
-        return q
-    values, scales = side.arranged(q.values), side.arranged(q.scales)
-    return dataclasses.replace(
-        q, values=values, scales=scales, axis=-1 if len(q.block) == 2 else side.axis
-    )
 
 
 def is_square(rhs: Any, recipe: Recipe) -> bool:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mx.arrays.checks import float_dtype
-from jax_mx.arrays.reshaping import reshape
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of, spread
+from jax_mx.arrays.views import reshape
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive

@@ -128,7 +128,6 @@ class Moves(ABC):
     """
 
     keeps_activation: ClassVar[bool]  # along its rows, for the gradient of w_second
-    in_rounds = False  # whether a routing may have further rounds, see `rest`
 
     @abstractmethod
     def enter(
@@ -211,8 +210,13 @@ class Moves(ABC):
     ) -> tuple[jax.Array, Any]:
         """The result as the caller wants it, and further residuals."""
 
+    @property
+    def in_rounds(self) -> bool:
+        """Whether a routing may have further rounds, see `rest`."""
+        return False
+
     def rest(self, routing: Any, run: Callable[..., Any], sums: Any, operands: Any) -> Any:
-        """The sums of what `run` gives of the routing's further rounds, if it has some.
+        """The sums of what `run` gives of the routing's further rounds, where there may be some.
 
         Args:
           routing: of the layer; its first round.
@@ -220,8 +224,7 @@ class Moves(ABC):
           sums: those of the first round.
           operands: given, quantized, recipes, and more.
         """
-        del routing, run, operands
-        return sums
+        raise NotImplementedError
 
     @abstractmethod
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
@@ -315,7 +318,9 @@ def _layer(
     second = static.second.unfollowed(given.w_second, quantized[1], recipes[1])
     static = static._replace(first=first, second=second)
     y, _ = _forward(static, given, quantized, routing, recipes, keep=False)
-    return _with_rest(static, y, given, quantized, routing, recipes)
+    return (
+        _with_rest(static, y, given, quantized, routing, recipes) if static.moves.in_rounds else y
+    )
 
 
 def _fwd(static: Layer, *args: Any) -> tuple:
@@ -324,8 +329,10 @@ def _fwd(static: Layer, *args: Any) -> tuple:
     *floats, mark = once_derived(static.op, *given, MARK)
     given = Inputs(*floats)
     y, kept = _forward(static, given, quantized, routing, recipes, keep=True)
+    if not static.moves.in_rounds:
+        return y, (kept, None, mark)
     y = _with_rest(static, y, given, quantized, routing, recipes)
-    return y, (kept, (given, quantized, routing) if static.moves.in_rounds else None, mark)
+    return y, (kept, (given, quantized, routing), mark)
 
 
 def _with_rest(
@@ -334,7 +341,8 @@ def _with_rest(
     """The result of all rounds, of that of the first."""
 
     def run(routing: Any, operands: Any) -> jax.Array:
-        return _forward(static, *operands[:2], routing, operands[2], keep=False)[0]
+        given, quantized, recipes = operands
+        return _forward(static, given, quantized, routing, recipes, keep=False)[0]
 
     return static.moves.rest(routing, run, y, (given._replace(b_second=None), quantized, recipes))
 

@@ -31,13 +31,12 @@ from jax_mx.products.derivative import (
     Static,
     gathered_for,
     gathered_once,
-    operand_for,
     parts_of,
 )
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
-from jax_mx.products.operand import QuantizedWeight, Unquantized
+from jax_mx.products.operand import QuantizedWeight, Unquantized, operand_for
 from jax_mx.products.recipes import (
     AUTO,
     PRODUCTS,

@@ -47,29 +47,25 @@ def multiplied(contraction: Contraction) -> jax.Array:
     return y
 
 
-def _floats_like(x: Any) -> Any:
-    """The abstract value of an operand as float32, sharded as its values are."""
-    aval: Any = x.values if isinstance(x, MXArray) else x
-    return aval.update(shape=x.shape, dtype=np.dtype(np.float32), weak_type=False)
-
-
 def _avals(*leaves: Any, tree: Any, numbers: Numbers) -> list:
     contraction = contraction_of(tree, leaves, numbers)
     lhs, rhs = contraction.lhs, contraction.rhs
-    if not numbers.groups:
+    if not numbers.groups:  # of operands as float32, sharded as their values are
+        like: dict[str, Any] = {"dtype": np.dtype(np.float32), "weak_type": False}
+        values: list[Any] = [x.values if isinstance(x, MXArray) else x for x in (lhs, rhs)]
         out, _ = jax.lax.dot_general_p.abstract_eval(
-            _floats_like(lhs),
-            _floats_like(rhs),
+            *(v.update(shape=x.shape, **like) for v, x in zip(values, (lhs, rhs), strict=True)),
             dimension_numbers=numbers.dimensions,
             precision=None,
             preferred_element_type=numbers.dtype,
             out_sharding=numbers.out_sharding,
         )
         return [out]
-    a, b = contraction.axes
-    if numbers.groups == ROWS and lhs.shape[a] != rhs.shape[b]:
-        raise ValueError(f"ragged_dot: lhs of {lhs.shape} does not fit rhs of {rhs.shape}")
-    shape = (lhs.shape[-3 - a], rhs.shape[-3 - b])
+    left, right = lhs.shape, rhs.shape
+    a, b = numbers.axes(len(left), len(right))
+    if numbers.groups == ROWS and left[a] != right[b]:
+        raise ValueError(f"ragged_dot: lhs of {left} does not fit rhs of {right}")
+    shape = (left[-3 - a], right[-3 - b])
     shape = (contraction.groups, *shape) if numbers.groups == SUMS else shape
     return [primitive.unsplit("mx_product", leaves, shape, numbers.dtype)]
 

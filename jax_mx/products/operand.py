@@ -445,3 +445,36 @@ def dequantized_forms(first: ProductOperand, second: ProductOperand) -> Forms:
 
 def _in_floats(x: Any) -> Any:
     return floats_of(x) if isinstance(x, MXArray) else x
+
+
+def operand_for(
+    side: Arrangement, x: Any, quantized: Any, recipe: Any, name: str, wanted: tuple[bool, bool]
+) -> Any:
+    """An operand of a dense product: its floats as they are to be quantized, or its forms.
+
+    Args:
+      side: how it is arranged.
+      x: floats, or None.
+      quantized: an `MXArray`, both forms, or None.
+      recipe: of floats.
+      name: "lhs" or "rhs".
+      wanted: which of both forms are.
+    """
+    if isinstance(quantized, MXArray):
+        form = ProductOperand(_arranged_mx(side, quantized), side.axis)
+        return form, dataclasses.replace(form, axis=-3 - side.axis)
+    if quantized is not None:
+        return quantized
+    return Unquantized.of(side, x, recipe, name, wanted)
+
+
+def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:
+    """An MXArray arranged like floats: its values and its scales, by themselves."""
+    if q.scale_layout.is_tiled and side.is_moved:
+        q = q.with_scales_in(ROW_MAJOR)
+    if q.scale_layout.is_tiled:
+        return q
+    values, scales = side.arranged(q.values), side.arranged(q.scales)
+    return dataclasses.replace(
+        q, values=values, scales=scales, axis=-1 if len(q.block) == 2 else side.axis
+    )

@@ -1,12 +1,29 @@
 """What quantizers write for the products of a trace."""
 
-from __future__ import annotations
+from collections.abc import Mapping
 
-from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
-from jax_mx.products import amd, blackwell
+import jax
+
+from jax_mx.facts.chips import TCGEN05
+from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_32X8, ScaleLayout
+from jax_mx.lowering import targets
+from jax_mx.products import blackwell
+
+# By chip, where scales lie that a matrix core takes without another pass; elsewhere in rows.
+_LAYOUTS: Mapping[str, ScaleLayout] = {
+    **dict.fromkeys(TCGEN05, BLOCKED_128X4),
+    "gfx950": SHUFFLED_32X8,
+}
 
 
 def layout_for_trace() -> ScaleLayout:
-    """The layout of scales that products of a trace read as they lie."""
-    found = (module.layout_for_trace() for module in (blackwell, amd))
-    return next((layout for layout in found if layout.is_tiled), ROW_MAJOR)
+    """The layout of scales that products of a trace read as they lie.
+
+    On a mesh they stay in rows: shards of tiles are whole tiles.
+    """
+    layouts = {_LAYOUTS.get(chip, ROW_MAJOR) for chip in targets.chips_of_trace(())}
+    if len(layouts) != 1 or not jax.sharding.get_abstract_mesh().empty:
+        return ROW_MAJOR
+    (layout,) = layouts
+    is_old = layout == BLOCKED_128X4 and jax.__version_info__ < blackwell.VERSION
+    return ROW_MAJOR if is_old else layout

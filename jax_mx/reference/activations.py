@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.reshaping import reshape
 from jax_mx.arrays.sharding import spec_of
+from jax_mx.arrays.views import reshape
 from jax_mx.facts.activations import (
     ACTIVATIONS,
     CUBE,

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.reshaping import reshape
 from jax_mx.arrays.sharding import is_explicit, spec_of
+from jax_mx.arrays.views import reshape
 from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, SCALE_NAN, Format, Scaling
 
 _INF = 0x7F800000  # float32

@@ -572,8 +572,8 @@ class Emulator:
                 c = _registers(w, total, bool(inst.acc_cd), size)
             else:
                 c = np.full((size, *w.active.shape), constant, U32)
-            found = matrix.multiplied((a, b), isa.f32(c), formats, scales(w))
-            _registers(w, to, bool(inst.acc_cd), size)[...] = isa.bits(found)
+            sums = matrix.multiplied((a, b), isa.f32(c), formats, scales(w))
+            _registers(w, to, bool(inst.acc_cd), size)[...] = isa.bits(sums)
 
         return step
 
@@ -1072,8 +1072,8 @@ def _copy_accumulator(register: int, from_: bool, to: int, into: bool) -> Step:
     constant = _constant(register, None, "u")
 
     def step(w: Waves) -> None:
-        found = constant if constant is not None else _registers(w, register, from_, 1)[0]
-        np.copyto(_registers(w, to, into, 1)[0], found, where=w.active)
+        value = constant if constant is not None else _registers(w, register, from_, 1)[0]
+        np.copyto(_registers(w, to, into, 1)[0], value, where=w.active)
 
     return step
 

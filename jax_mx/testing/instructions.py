@@ -472,13 +472,13 @@ class Matrix:
         lanes = octets.reshape(-1, self.groups, self.side, octets.shape[-1])
         if not format:
             whole = np.ascontiguousarray(lanes).view(U16).astype(U32) << U32(16)
-            found = whole.view(F32).astype(F64)[..., None, :]
+            columns = whole.view(F32).astype(F64)[..., None, :]
         elif format == "float4_e2m1fn":
             nibbles = np.stack([lanes & U8(15), lanes >> U8(4)], axis=-1)
-            found = _TABLES[format][nibbles].reshape(*lanes.shape[:3], 1, -1)
+            columns = _TABLES[format][nibbles].reshape(*lanes.shape[:3], 1, -1)
         else:
-            found = _TABLES[format][lanes].reshape(*lanes.shape[:3], 2, -1)
-        return found.transpose(0, 2, 3, 1, 4).reshape(-1, self.side, self.depth)
+            columns = _TABLES[format][lanes].reshape(*lanes.shape[:3], 2, -1)
+        return columns.transpose(0, 2, 3, 1, 4).reshape(-1, self.side, self.depth)
 
     def scaled(self, floats: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """Floats times their blocks' scales, of which each lane (waves, 64) has a byte."""

@@ -89,7 +89,7 @@ class Operand:
 
     def load(self, step, thread) -> list[list]:
         """The words of a thread's codes of a step; beyond K of what is there."""
-        found, slab = [], self.slab * as_int64(self.rows) * as_int64(self.width)
+        out, slab = [], self.slab * as_int64(self.rows) * as_int64(self.width)
         for i in range(self.count):
             row, unit = self.place(i, thread)
             row = self.near(row)
@@ -100,8 +100,8 @@ class Operand:
             plain = as_int64(row) * as_int64(self.width) + as_int64(byte)
             where = slab + self.codes_tiled.select(tiled, plain)
             align = self.size if self.kernel.aligned else 1
-            found.append(load_words(self.codes, where, self.size // 4, align))
-        return found
+            out.append(load_words(self.codes, where, self.size // 4, align))
+        return out
 
     def line_of_scales(self, row) -> Int64:
         """Where the scales of a row of the tile begin, if they lie in rows."""
@@ -146,8 +146,8 @@ class Operand:
 
     def read(self, row, unit) -> list:
         """Four words from there."""
-        found = fx.generic_load(self.at(row, unit), dtype=Uint32, count=4)
-        return [found[i] for i in range(4)]
+        out = fx.generic_load(self.at(row, unit), dtype=Uint32, count=4)
+        return [out[i] for i in range(4)]
 
 
 class Scaled:
@@ -177,37 +177,37 @@ class Scaled:
 
         That is what a lane (r, g) has in a word of AMD's tiles.
         """
-        found = [Uint32(0) for _ in range_constexpr(self.kernel.each // 2)]
+        out = [Uint32(0) for _ in range_constexpr(self.kernel.times // 2)]
         in_words = operand.blocks % Uint32(4) == Uint32(0)
         if operand.scales_tiled:
-            found = self.of_tiles(operand, step, base)
+            out = self.of_tiles(operand, step, base)
         else:
             if in_words & fx.Boolean(self.kernel.aligned):
-                found = self.of_words(operand, step, base)
+                out = self.of_words(operand, step, base)
             else:
-                found = self.of_bytes(operand, step, base)
-        return found
+                out = self.of_bytes(operand, step, base)
+        return out
 
     def tops(self, base) -> list:
         """The first row of each two times sixteen below `base`."""
-        return [base + Uint32(SIDE * i) for i in range(0, self.kernel.each, 2)]
+        return [base + Uint32(SIDE * i) for i in range(0, self.kernel.times, 2)]
 
     def of_tiles(self, operand: Operand, step, base) -> list:
         """See `factors`: of scales in tiles, which have whole ones."""
         down, across = tiles_of(SHUFFLED_32X8, Extents(operand.rows, operand.blocks))
-        step, found = smaller(step, across - Uint32(1)), []
+        step, out = smaller(step, across - Uint32(1)), []
         for top in self.tops(base):
             tile = operand.slab * as_int64(down)
             tile = tile + as_int64((operand.first + top) // Uint32(SCALE_TILE[0]))
             tile = tile * as_int64(across) + as_int64(step)
             where = tile * math.prod(SCALE_TILE) + as_int64(convert.lane_id() * Uint32(4))
             align = operand.kernel.aligned_to(Role.SCALES)
-            found += load_words(operand.scales, where, 1, align)
-        return found
+            out += load_words(operand.scales, where, 1, align)
+        return out
 
     def of_words(self, operand: Operand, step, base) -> list:
         """See `factors`: of scales in rows of whole words."""
-        (row, g), found, last = lane_of_tile(), [], operand.blocks - Uint32(4)
+        (row, g), out, last = lane_of_tile(), [], operand.blocks - Uint32(4)
         one = g | (g + Uint32(4)) << 8  # of the bytes of two words, 12 is none
         for top in self.tops(base):
             lines = [operand.line_of_scales(top + row + Uint32(r)) for r in (0, SIDE)]
@@ -217,18 +217,18 @@ class Scaled:
                 two = [load_words(operand.scales, line + as_int64(at), 1, 4)[0] for line in lines]
                 select = one << 16 | Uint32(0x0C0C) if block else one | Uint32(0x0C0C0000)
                 halves.append(convert.bytes_by(select, two[1], two[0]))
-            found.append(halves[0] | halves[1])
-        return found
+            out.append(halves[0] | halves[1])
+        return out
 
     def of_bytes(self, operand: Operand, step, base) -> list:
         """See `factors`: of scales in any rows."""
-        (row, g), found = lane_of_tile(), []
+        (row, g), out = lane_of_tile(), []
         for top in self.tops(base):
             block = step * Uint32(SCALE_TILE[1]) + g
             four = [(top + row + Uint32(r), block + Uint32(c)) for c in (0, 4) for r in (0, SIDE)]
             a, b, c, d = (operand.load_scale(*place) for place in four)
-            found.append(a | b << 8 | c << 16 | d << 24)
-        return found
+            out.append(a | b << 8 | c << 16 | d << 24)
+        return out
 
     def factors_kept(self, operand: Operand, words: list, step, span: tuple) -> list:
         """Scales with 2^-127 in place of those of blocks outside, which may be NaN."""
@@ -248,10 +248,10 @@ class Scaled:
 
     def multiplied(self, sums: list, operands: tuple, factors: list, bases: list) -> list:
         """Sums [rows of W][rows of x], sixteen each, with a step's products."""
-        each, (w, x) = self.kernel.each, operands
+        times, (w, x) = self.kernel.times, operands
         for part in range(2):
             left, right = (
-                [self.lane_codes(o, base, i, part) for i in range(each)]
+                [self.lane_codes(o, base, i, part) for i in range(times)]
                 for o, base in zip(operands, bases, strict=True)
             )
             scale = lambda few, i, part=part: (2 * part + i % 2, few[i // 2])  # noqa: E731
@@ -261,9 +261,9 @@ class Scaled:
                         (left[i], right[j]), sums[i][j], (w.format, x.format),
                         (*scale(factors[0], i), *scale(factors[1], j)),
                     )
-                    for j in range(each)
+                    for j in range(times)
                 ]
-                for i in range(each)
+                for i in range(times)
             ]  # fmt: skip
         return sums
 
@@ -310,12 +310,12 @@ class Floats:
     def factors(self, operand: Operand, step, base) -> list:
         """The scale of each unit that a thread loads."""
         del base
-        thread, found = Uint32(Int32(fx.thread_idx.x)), []
+        thread, out = Uint32(Int32(fx.thread_idx.x)), []
         for i in range(operand.count):
             row, unit = operand.place(i, thread)
             block = step * Uint32(self.depth // BLOCK) + unit // Uint32(2)
-            found.append(operand.load_scale(row, block))
-        return found
+            out.append(operand.load_scale(row, block))
+        return out
 
     def factors_kept(self, operand: Operand, words: list, step, span: tuple) -> list:
         """Scales with 2^-127 in place of those of units outside, which may be NaN."""
@@ -335,19 +335,21 @@ class Floats:
                 few if operand.bits == 8 else [f for word in few for f in convert.in_order(word)]
             )
             factor, poison = [convert.factor_of(scale)] * 4, convert.poison_of(scale)
-            how = (operand.format, "bfloat16", self.kernel.arch)
-            floats = [f for four in fours for f in convert.unpack_four(four, factor, poison, *how)]
+            options = (operand.format, "bfloat16", self.kernel.arch)
+            floats = [
+                f for four in fours for f in convert.unpack_four(four, factor, poison, *options)
+            ]
             for half in range(2):
                 operand.put(row, unit * Uint32(2) + Uint32(half), floats[4 * half : 4 * half + 4])
 
     def multiplied(self, sums: list, operands: tuple, factors: list, bases: list) -> list:
         """See `Scaled.multiplied`."""
         del factors
-        each, (row, g) = range(self.kernel.each), lane_of_tile()
+        times, (row, g) = range(self.kernel.times), lane_of_tile()
         none = [Int32(0)] * 3
         for part in range(2):
             left, right = (
-                [o.read(base + Uint32(SIDE * i) + row, g + Uint32(4 * part)) for i in each]
+                [o.read(base + Uint32(SIDE * i) + row, g + Uint32(4 * part)) for i in times]
                 for o, base in zip(operands, bases, strict=True)
             )
             for k in (0, 2):
@@ -360,15 +362,15 @@ class Floats:
                 ]
                 name = "llvm.amdgcn.mfma.f32.16x16x16bf16.1k"
                 a, b = halves
-                sums = [[matrix(name, a[i], b[j], sums[i][j], *none) for j in each] for i in each]
+                sums = [[matrix(name, a[i], b[j], sums[i][j], *none) for j in times] for i in times]
         return sums
 
 
 def matrix(name: str, *operands):
     """A matrix instruction: of each lane four sums."""
     values = [operand.ir_value() for operand in operands]
-    kind = fx.Vector.make_type(4, Float32)
-    return fx.Vector(llvm.call_intrinsic(kind, name, values, [], []), dtype=Float32)
+    element = fx.Vector.make_type(4, Float32)
+    return fx.Vector(llvm.call_intrinsic(element, name, values, [], []), dtype=Float32)
 
 
 def lane_of_tile() -> tuple:
@@ -401,7 +403,7 @@ class Product:
 
     Attributes:
       sums: whether groups share out K, instead of x's rows.
-      each: how many times `SIDE` rows of either operand a wave has.
+      times: how many times `SIDE` rows of either operand a wave has.
       rows: of either operand, in a tile.
       depth: of a step along K.
     """
@@ -412,8 +414,8 @@ class Product:
     def __init__(self, product: ProductKernel, arch: str, aligned: bool):
         self.product, self.arch, self.aligned = product, arch, aligned
         self.signature, self.sums = signature_of(product.op), product.op == "wgrad_fp8"
-        self.each = 4 if aligned else 2
-        self.rows = WAVES * SIDE * self.each
+        self.times = 4 if aligned else 2
+        self.rows = WAVES * SIDE * self.times
         self.elements_per_thread = self.rows * self.rows // self.threads
         self.cores = (Scaled if arch == "gfx950" else Floats)(self)
         self.depth = self.cores.depth
@@ -453,8 +455,8 @@ class Product:
         """Tiles beside each other, those below, and groups: of x's rows one tile more for each."""
         t, n, _, groups = self.extents
         last = GridTerm(2, Factor(groups)) if self.sums else GridTerm(1, Factor(groups, 1, 1))
-        beside, below = GridTerm(0, Factor(n, self.rows)), GridTerm(1, Factor(t, self.rows))
-        return [term.to_json() for term in (beside, below, last)]
+        columns, below = GridTerm(0, Factor(n, self.rows)), GridTerm(1, Factor(t, self.rows))
+        return [term.to_json() for term in (columns, below, last)]
 
     def launch(self, result: str) -> dict[str, Any]:
         """The entry's launch rule, for a y of this dtype."""
@@ -493,7 +495,7 @@ class Product:
                     (slabs[0], n, first, blocks), (bit[2], bit[3]))  # fmt: skip
         wave = convert.wave_id()
         bases = [
-            i * Uint32(SIDE * self.each) for i in (wave // Uint32(WAVES), wave % Uint32(WAVES))
+            i * Uint32(SIDE * self.times) for i in (wave // Uint32(WAVES), wave % Uint32(WAVES))
         ]
         if top < lines[1]:
             sums = self.summed((w, x), bases, span)
@@ -525,19 +527,19 @@ class Product:
             ends = smaller(added(summed_up(size, lane), rows), total)
             begins = convert.from_anywhere(ends, lane - Uint32(1))
             begins = (lane == Uint32(0)).select(rows, begins)
-            own = (g < groups).select(Uint32(1), Uint32(0))
+            pieces = (g < groups).select(Uint32(1), Uint32(0))
             if const_expr(not self.sums):
                 side = Uint32(self.rows)
-                own = (ends + (side - Uint32(1))) // side - begins // side
-                own = (begins < ends).select(own, Uint32(0))
-            until = summed_up(own, lane) + tiles
+                pieces = (ends + (side - Uint32(1))) // side - begins // side
+                pieces = (begins < ends).select(pieces, Uint32(0))
+            until = summed_up(pieces, lane) + tiles
             before = convert.intrinsic("llvm.amdgcn.ballot.i64", fx.Uint64, until <= number)
             at = Uint32(convert.intrinsic("llvm.ctpop.i64", fx.Uint64, before))
             if (e == groups) & (at < Uint32(WAVE)):
                 e = Uint32(part) * Uint32(WAVE) + at
                 low, high, tile = (
                     convert.first_lane(convert.from_anywhere(word, at))
-                    for word in (begins, ends, until - own)
+                    for word in (begins, ends, until - pieces)
                 )
             rows, tiles = (
                 convert.first_lane(convert.from_anywhere(word, Uint32(WAVE - 1)))
@@ -555,7 +557,7 @@ class Product:
         depth: fx.Constexpr = self.depth
         first, last = begin // depth, (end + (depth - 1)) // depth
         zeros = fx.Vector.filled(4, 0.0, Float32)
-        sums = [[zeros for _ in range(self.each)] for _ in range(self.each)]
+        sums = [[zeros for _ in range(self.times)] for _ in range(self.times)]
         codes, factors = self.loaded(operands, bases, Uint32(first), thread)
         for step in range(first, last, Int32(1)):
             if (step * depth < begin) | (step * depth + depth > end):
@@ -590,11 +592,11 @@ class Product:
         row, g = lane_of_tile()
         wide = result == Uint32(RESULTS.index("float32"))
         whole = (w.rows % Uint32(4) == Uint32(0)) if const_expr(self.aligned) else fx.Boolean(False)
-        for j in range_constexpr(self.each):
+        for j in range_constexpr(self.times):
             line = x.first + bases[1] + Uint32(SIDE * j) + row
             start = (slab * as_int64(x.rows) + as_int64(line)) * as_int64(w.rows)
             inside = (low <= line) & (line < high)
-            for i in range_constexpr(self.each):
+            for i in range_constexpr(self.times):
                 col = w.first + bases[0] + Uint32(SIDE * i) + g * Uint32(4)
                 four = [sums[i][j][k] for k in range_constexpr(4)]
                 at = start + as_int64(col)
@@ -616,18 +618,18 @@ class Product:
         return words
 
     @flyc.jit
-    def store_four(self, y, offset, words, kind, columns):
+    def store_four(self, y, offset, words, element, columns):
         """Four neighbours of a row of y, at once if rows have whole fours of them."""
         col, last, whole = columns
         if whole:
             if col < last:
                 store_words(y, offset, words, 4 * len(words))
         else:
-            size: fx.Constexpr = kind.width // 8
-            pieces = fx.Vector.from_elements(words, Uint32).bitcast(kind)
+            size: fx.Constexpr = element.width // 8
+            pieces = fx.Vector.from_elements(words, Uint32).bitcast(element)
             for k in range_constexpr(4):
                 if col + Uint32(k) < last:
-                    to = pointer(y, offset + Int64(size * k), kind, size)
+                    to = pointer(y, offset + Int64(size * k), element, size)
                     fx.generic_store(to, pieces[k])
 
 
@@ -638,7 +640,7 @@ def entries(product: ProductKernel, arch: str) -> list[Product]:
 
 def launches(kernels: Sequence[Product], usage: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """What the manifest says of a binary's launches: per dtype of y, the same entries."""
-    found = {}
+    out = {}
     for number, result in enumerate(RESULTS):
         scalars = [*kernels[0].scalars]
         scalars[-2] = Scalar(4, constant(number)).to_json()
@@ -654,5 +656,5 @@ def launches(kernels: Sequence[Product], usage: Mapping[str, Mapping[str, Any]])
             }
             for kernel, symbol in zip(kernels, sorted(usage), strict=True)
         ]
-        found[result] = {"scalars": scalars, "entries": entries}
-    return found
+        out[result] = {"scalars": scalars, "entries": entries}
+    return out
