@@ -231,8 +231,8 @@ def travel(axis: str, wire: str, way: str | None, experts: jax.Array, own: int, 
     if is_symbolic(tokens):
         if way == ROUNDS:
             raise ValueError(
-                f"moe: way {ROUNDS!r} wants a known number of tokens; {tokens} is a symbol, for which "
-                "way='gather' serves"
+                f"moe: way {ROUNDS!r} wants a known number of tokens; {tokens} is a symbol; pass "
+                "way='gather'"
             )
         return Gathered(experts, axis, wire, own)
     costs = Costs.of(tokens, k, own * shards, shards, width, wire)
