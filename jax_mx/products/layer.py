@@ -411,7 +411,7 @@ def scale_of(place: Any) -> Any:
     return None if place is None else place.scale
 
 
-def _bwd(static: Layer, residual: tuple[Kept, jax.Array], dy: Any) -> tuple:
+def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple:
     kept, again, mark = residual
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 4
