@@ -6,12 +6,12 @@ A product is tiles, and a core computes one after the other. A tile takes at lea
 
 * what the matrix core takes for its multiplications, by the data sheet's dense operations;
 * what shared memory takes to hand operands to it, 128 bytes a clock: rows and columns of a tile
-  once each, on AMD twice. What copies into shared memory take beside it is left out.
+  once each, on AMD twice. Copies into shared memory come on top and are left out.
 
 The product takes at least as many of these as the busiest core has tiles, and at least the time in
-which memory moves operands, scales and result once. What is left out makes a real product slower: a
-tile's beginning and end, waiting, clocks below the highest, skewed groups. "of" says which of the
-three bounds it.
+which memory moves operands, scales and result once. All that is left out makes a real product
+slower: a tile's beginning and end, waiting, clocks below the highest, skewed groups. "of" says
+which of the three bounds it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cores:
-    """What a chip's matrix cores do, and the tile of our kernel for it.
+    """The speed of a chip's matrix cores, and the tile of our kernel for it.
 
     Attributes:
       petaflops: of each format, dense, by the data sheet.

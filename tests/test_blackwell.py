@@ -306,7 +306,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4, 2)
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_of_tiles_are_those_of_rows(name, recipe, on_blackwell):

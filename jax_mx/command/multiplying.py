@@ -22,31 +22,27 @@ _BINARIES = ("matmul", "wgrad")
 
 def multiplying() -> list[dict[str, Any]]:
     """For each arch, what serves products in MXFP8 and how its kernels were executed."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for archs in ARCHS.values():
         for arch, chips in archs.items():
             chip = next(iter(chips))
             served = {"dense": dense_on(chip), "grouped": grouped_on(chip)}
             names = dict.fromkeys(name for names in served.values() for name in names)
-            hows = {name: how for name in names if (how := executed(name, arch))}
-            facts: dict[str, Any] = {
-                "arch": arch,
-                "products": ", ".join(chips.values()),
-                "executed": hows,
-            }
-            found.append(facts | served)
-    return found
+            places = {name: place for name in names if (place := executed(name, arch))}
+            facts: dict[str, Any] = {"arch": arch, "products": ", ".join(chips.values())}
+            rows.append(facts | served | {"executed": places})
+    return rows
 
 
-def multiplying_table(found: Sequence[dict[str, Any]]) -> Table:
+def multiplying_table(facts: Sequence[dict[str, Any]]) -> Table:
     """A row for each arch."""
     head = ("arch", "GPUs", "products by", "over groups by", "executed and compared")
     rows = [
         [
-            *(each["arch"], each["products"], ", ".join(each["dense"]), ", ".join(each["grouped"])),
-            "; ".join(f"{name}: {how}" for name, how in each["executed"].items()),
+            *(row["arch"], row["products"], ", ".join(row["dense"]), ", ".join(row["grouped"])),
+            "; ".join(f"{name}: {place}" for name, place in row["executed"].items()),
         ]
-        for each in found
+        for row in facts
     ]
     return head, rows
 
@@ -56,13 +52,13 @@ def dense_on(chip: str) -> list[str]:
     w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 512), (1024, 512)))
     recipes = [jax_mx.Recipe(), jax_mx.Recipe(window=256), jax_mx.Recipe(window=ROW)]
     product: Any = jax_mx.matmul
-    return _served([functools.partial(product, recipe=each) for each in recipes], chip, x, w)
+    return _served([functools.partial(product, recipe=recipe) for recipe in recipes], chip, x, w)
 
 
 def grouped_on(chip: str) -> list[str]:
     """What serves the three products of a layer of experts, by the recipe "auto"."""
     shapes = ((1024, 512), jnp.bfloat16), ((4, 512, 512), jnp.bfloat16), ((4,), jnp.int32)
-    x, w, sizes = (jax.ShapeDtypeStruct(*each) for each in shapes)
+    x, w, sizes = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
 
     def loss(x: Any, w: Any, sizes: Any) -> Any:
         return jax_mx.ragged_dot(x, w, sizes).astype(jnp.float32).sum()
@@ -71,19 +67,19 @@ def grouped_on(chip: str) -> list[str]:
 
 
 def _served(functions: Sequence[Any], chip: str, *args: Any) -> list[str]:
-    explained = (jax_mx.explain(each, *args, device=chip).calls for each in functions)
+    explained = (jax_mx.explain(f, *args, device=chip).calls for f in functions)
     return [*dict.fromkeys(call.chosen for calls in explained for call in calls)]
 
 
 def executed(name: str, arch: str) -> str:
     """Where kernels of an implementation were executed for an arch; empty: XLA has its kernels."""
-    if how := IMPLEMENTATIONS[name].executed:
-        return how
-    if not any(name in own for own in ARCHS):
+    if place := IMPLEMENTATIONS[name].executed:
+        return place
+    if not any(name in dsl for dsl in ARCHS):
         return ""
     entries = verified.read(arch).items()
-    runs = [entry["executed_on"] for each, entry in entries if each.startswith(_BINARIES)]
-    devices = sorted({run.split(", ")[0] for each in runs for run in each})
+    runs = [entry["executed_on"] for binary, entry in entries if binary.startswith(_BINARIES)]
+    devices = sorted({run.split(", ")[0] for names in runs for run in names})
     if not devices or not all(runs):
         return "compiled"
     return " and ".join(device.replace("emulated", "AMD's emulator") for device in devices)

@@ -195,8 +195,8 @@ def _items_of_rows(sizes: jax.Array, rows: int, steps: int) -> Items:
     rows.
     """
     count, groups = -(-rows // TILE), sizes.shape[0]
-    own = clamped(sizes, rows)
-    ends = jnp.cumsum(own, dtype=jnp.int32)
+    lengths = clamped(sizes, rows)
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
     ends = jnp.append(ends, rows)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     ends, empty = jnp.where(ends == rows, count * TILE, ends), ends == starts
@@ -216,8 +216,8 @@ def _items_of_rows(sizes: jax.Array, rows: int, steps: int) -> Items:
 
 def _items_of_sums(sizes: jax.Array, rows: int, length: int, depth: int) -> Items:
     """Each tile of each group's matrix."""
-    own = clamped(sizes, length)
-    starts = jnp.cumsum(own, dtype=jnp.int32) - own
+    lengths = clamped(sizes, length)
+    starts = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
     group, tile = jnp.indices((sizes.shape[0], -(-rows // TILE)), jnp.int32)
-    first, steps = starts // depth, -(-own // depth)
+    first, steps = starts // depth, -(-lengths // depth)
     return Items(0, 0, group, tile, 0, TILE, first[group], steps[group])

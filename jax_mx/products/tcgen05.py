@@ -157,26 +157,26 @@ def _body(names: list[str], lengths: tuple[int, int, int, int]) -> Callable[...,
     def body(table: Any, *refs: Any, **scratch: Any) -> None:
         *operands, out = refs
         at, fields = lax.axis_index("tile"), len(Items._fields)
-        item, column = at // across, at % across
-        own = Items(*(table[item * fields + i] for i in range(fields)))
+        place, column = at // across, at % across
+        item = Items(*(table[place * fields + i] for i in range(fields)))
 
         def fetch(step: Any, slot: Any) -> None:
             matrix = step // turn if turn else 0
-            k, tiles = own.first + step - matrix * turn, width // ROWS
+            k, tiles = item.first + step - matrix * turn, width // ROWS
             elements, blocks = pl.ds(k * depth, depth), pl.ds(k * (depth // ROWS), depth // ROWS)
             parts = {
-                "a": (own.lhs + matrix, pl.ds(own.tile * ROWS, ROWS), elements),
-                "b": (own.rhs + matrix, pl.ds(column * width, width), elements),
-                "a_scales": (own.lhs + matrix, pl.ds(own.tile, 1), blocks),
-                "b_scales": (own.rhs + matrix, pl.ds(column * tiles, tiles), blocks),
+                "a": (item.lhs + matrix, pl.ds(item.tile * ROWS, ROWS), elements),
+                "b": (item.rhs + matrix, pl.ds(column * width, width), elements),
+                "a_scales": (item.lhs + matrix, pl.ds(item.tile, 1), blocks),
+                "b_scales": (item.rhs + matrix, pl.ds(column * tiles, tiles), blocks),
             }
             for name, operand in zip(names, operands, strict=True):
                 target, barrier = scratch[name].at[slot], scratch["filled"].at[slot]
                 plgpu.copy_gmem_to_smem(operand.at[parts[name]], target, barrier)
 
-        _multiply(own.steps, fetch, scratch)
-        result = out.at[own.out, pl.ds(own.tile * ROWS, ROWS), pl.ds(column * width, width)]
-        _store(own, result, scratch)
+        _multiply(item.steps, fetch, scratch)
+        result = out.at[item.out, pl.ds(item.tile * ROWS, ROWS), pl.ds(column * width, width)]
+        _store(item, result, scratch)
 
     return body
 
@@ -210,8 +210,8 @@ def _multiply(steps: Any, fetch: Callable[[Any, Any], None], scratch: dict[str, 
         plgpu.barrier_wait(filled.at[slot])
         if not factors:
             multiply(step, slot, [])
-        for parity, own in enumerate(factors):
-            pl.when(lax.rem(step, 2) == parity)(lambda own=own: multiply(step, slot, own))
+        for parity, pair in enumerate(factors):
+            pl.when(lax.rem(step, 2) == parity)(lambda pair=pair: multiply(step, slot, pair))
 
         @pl.when(step > 0)
         def _() -> None:
@@ -233,7 +233,7 @@ def _multiply(steps: Any, fetch: Callable[[Any, Any], None], scratch: dict[str, 
         plgpu.commit_tmem()
 
 
-def _store(own: Items, result: Any, scratch: dict[str, Any]) -> None:
+def _store(item: Items, result: Any, scratch: dict[str, Any]) -> None:
     """Writes the rows of a tile that belong to the item, by TMA, which skips what is no element.
 
     Copies of a part of a tile have known lengths, powers of two, and shared memory as they lie.
@@ -242,7 +242,7 @@ def _store(own: Items, result: Any, scratch: dict[str, Any]) -> None:
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     whole, parts, sums = scratch["whole"], scratch["parts"], scratch["sums"]
-    is_whole, many = (own.start == 0) & (own.stop == ROWS), own.stop - own.start
+    is_whole, many = (item.start == 0) & (item.stop == ROWS), item.stop - item.start
 
     def all_rows(y: jax.Array, columns: Any, slot: Any) -> None:
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -254,7 +254,7 @@ def _store(own: Items, result: Any, scratch: dict[str, Any]) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         parts[...] = y
         plgpu.commit_smem()
-        row = own.start
+        row = item.start
         for length in (64, 32, 16, 8, 4, 2, 1):
             here = pl.ds(row, length)
 
