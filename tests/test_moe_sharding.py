@@ -143,7 +143,7 @@ def test_results_are_those_of_one_device(name, kind):
 
 # ---- on GPUs ---
 @pytest.mark.gpu
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="wants two GPUs")
+@pytest.mark.skipif("len(jax.devices()) < 2", reason="wants two GPUs")
 @pytest.mark.parametrize("wire", wires.KINDS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, AxisType.Manual], ids=str)
 def test_results_on_two_gpus_are_those_of_one(kind, wire):

@@ -181,16 +181,15 @@ class Round:
             begin, own = jax.lax.optimization_barrier((begin, operands))
             one = dataclasses.replace(self, begin=begin, number=number, limits=limits)
             sums = jax.tree.map(_plus, sums, run(one, own))
-            return alike((one.end, number + 1, left(one.end), sums))
+            return *alike(one.end, number + 1, left(one.end)), sums
 
-        first = alike((self.end, self.number + 1, left(self.end), sums))
+        first = *alike(self.end, self.number + 1, left(self.end)), sums
         return jax.lax.while_loop(lambda state: state[2] > 0, body, first)[3]
 
 
-def alike(state: Any) -> Any:
-    """A pytree whose arrays vary over the same axes, as a loop's state must."""
-    leaves, tree = jax.tree.flatten(state)
-    return tree.unflatten(vary_alike(*leaves))
+def alike(*state: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays that vary over the same axes, as what a loop counts by must; sums keep their own."""
+    return tuple(vary_alike(*state))
 
 
 def _plus(a: jax.Array, b: jax.Array) -> jax.Array:
