@@ -221,6 +221,22 @@ def test_the_weight_on_the_left():
     assert_refused(lambda: Recipe(weight="left"), ValueError, "Recipe: weight 'left' is unknown")
 
 
+def test_the_weight_on_the_left_of_a_split_result():
+    """The result lies as the caller says, also where the contracted axis is split."""
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=kinds, devices=jax.devices("cpu")[:8])
+    w, x = np.ones((64, 256), np.float32), np.ones((256, 128), np.float32)
+    product = functools.partial(
+        jax_mx.matmul, recipe=Recipe(weight="lhs"), out_sharding=jax.P(None, "a")
+    )
+    with jax.set_mesh(mesh):
+        y = jax.jit(product)(
+            jax.device_put(w, jax.P(None, "b")), jax.device_put(x, jax.P("b", "a"))
+        )
+    assert jax.typeof(y).sharding.spec == jax.P(None, "a")
+    assert (np.asarray(y) == 256).all()
+
+
 # ---- keys of layers ---
 def test_a_fixed_key_is_told():
     dot = functools.partial(jax_mx.matmul, recipe=jax_mx.mxfp4_backward(jax.random.key(7)))
