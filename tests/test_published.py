@@ -422,3 +422,22 @@ def test_params_are_quantized_by_their_names():
     assert again["layers"][0]["up"] is layer["up"]
     jax.tree.map(assert_bits_equal, again["embed"], jax_mx.quantize(w, axis=-2, window="row"))
     assert_refused(lambda: jax_mx.quantize_params(params, {"(": "mxfp8"}), ValueError, "regular")
+
+
+# ---- tiles, as the config says ---
+@pytest.mark.parametrize(
+    ("shape", "tile", "library"),
+    [((40, 64), (32, 32), "fp8"), ((30, 64), (16, 32), "quark"), ((300, 128), (160, 128), "fp8")],
+    ids=str,
+)
+def test_tiles_are_those_of_the_config(shape, tile, library, tmp_path):
+    codes = codes_of(shape)
+    exponents = codes_of([-(-n // t) for n, t in zip(shape, tile, strict=True)], 1) + np.uint8(64)
+    weight = {**QUARK, "dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [*tile]}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": weight}}
+    if library == "fp8":
+        config = {**TILED, "weight_block_size": [*tile]}
+    tensors = {UP + ".weight": codes, UP + ".weight_scale": exponents}
+    folder = write(tmp_path / "model", tensors, config, {".weight": "F8_E4M3"})
+    got = dequantized(jax_mx.load_checkpoint(folder)[UP + ".weight"])
+    assert_bits_equal(got, scaled(floats_of(codes), exponents, tile))

@@ -27,6 +27,9 @@ from jax_mx.ops.reading import Files, Tensor, joined, placed, placed_mx, spread,
 
 OP = "load_checkpoint"
 Config = Mapping[str, Any]
+Pairs = Sequence[tuple[str, str, str]]  # as `Library.pairs`
+Tile = tuple[int, int]  # rows and columns that share a scale
+ROW_BLOCK: Tile = (1, BLOCK)
 Like = Mapping[str, Any] | Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
 
 
@@ -45,7 +48,7 @@ class Library:
     said: str
     ways: Callable[[Config], Sequence[str]]
     taken: str
-    pairs: Sequence[tuple[str, str, str]]
+    pairs: Pairs
 
 
 def _of_groups(config: Config) -> list[str]:
@@ -198,7 +201,7 @@ def load_checkpoint(
     if like is not None and not callable(like) and not isinstance(like, Mapping):
         raise TypeError(f"{OP}: like must be a dictionary or a function, got {shown(like)}")
     files = Files(OP, folder)
-    entries = dict(_entries(files, _pairs(files, Path(folder))))
+    entries = dict(_entries(files, *_pairs(Path(folder))))
     entries = _with_experts(entries)
     for name, parts in _checked(join).items():
         entries = _with_joined(entries, name, parts)
@@ -283,16 +286,16 @@ def _config(folder: Path) -> Config:
     return {}
 
 
-def _pairs(files: Files, folder: Path) -> Sequence[tuple[str, str, str]]:
-    """How values and scales are called in a folder.
+def _pairs(folder: Path) -> tuple[Pairs, Sequence[Tile]]:
+    """How values and scales are called in a folder, and which tiles scales may have.
 
     Raises:
       ValueError: weights are in no MX format, or in one that is unknown.
     """
     config = _config(folder)
-    if not config:
-        return LIBRARIES["mxfp4"].pairs  # which gpt-oss' original files have without saying so
-    method = str(config.get("quant_method"))
+    if not config:  # gpt-oss' original files have these names, and no config says so
+        return LIBRARIES["mxfp4"].pairs, [ROW_BLOCK]
+    method = str(config.get("quant_method", "nothing that its config names"))
     readable = ", ".join(row.said for row in LIBRARIES.values())
     if method not in LIBRARIES:
         raise ValueError(
@@ -313,11 +316,14 @@ def _pairs(files: Files, folder: Path) -> Sequence[tuple[str, str, str]]:
                 f"{OP}: {folder} has weights in {way} ({method}), which is not MX, or no MX that "
                 f"jax_mx reads. It reads {readable}. Load the model's floats, and quantize these"
             )
-    return library.pairs
+    tiles = (re.search(r"\[(\d+), (\d+)\]", way) for way in ways)
+    return library.pairs, [*((int(tile[1]), int(tile[2])) for tile in tiles if tile), ROW_BLOCK]
 
 
 # ---- tensors ---
-def _entries(files: Files, pairs: Sequence[tuple[str, str, str]]) -> Iterator[tuple[str, Entry]]:
+def _entries(
+    files: Files, pairs: Pairs, tiles: Sequence[Tile]
+) -> Iterator[tuple[str, Entry]]:
     """Each array by its name: MX for pairs of values and scales, and all others."""
     described = _described(files)
     taken = {f"{name}.{part}" for name in described for part in ("values", "scales")}
@@ -329,7 +335,7 @@ def _entries(files: Files, pairs: Sequence[tuple[str, str, str]]) -> Iterator[tu
                 continue
             if values in files.places:
                 taken |= {values, scales}
-                yield name + end, _pair(files, values, scales)
+                yield name + end, _pair(files, values, scales, tiles)
     for name in files.places:
         if name not in taken:
             yield name, Entry(files[name])
@@ -352,7 +358,7 @@ def _described(files: Files) -> dict[str, Entry]:
     return entries
 
 
-def _pair(files: Files, values: str, scales: str) -> Entry:
+def _pair(files: Files, values: str, scales: str, tiles: Sequence[Tile]) -> Entry:
     """The MXArray that a pair of tensors is.
 
     Raises:
@@ -368,44 +374,44 @@ def _pair(files: Files, values: str, scales: str) -> Entry:
     if values.endswith("blocks") and len(shape) > 2:  # of each block by itself
         shape = (*shape[:-2], shape[-2] * shape[-1])
     codes = files.viewed(values, format.storage, shape)
-    shape = (*shape[:-1], shape[-1] * format.codes_per_byte)
-    tile = _tile(shape, exponents.shape)
+    shape = (*shape[:-1], *(n * format.codes_per_byte for n in shape[-1:]))
+    tile = _tile(shape, exponents.shape, tiles)
     if tile is None:
         raise ValueError(
             f"{OP}: {values!r} is {shape} and {scales!r} {exponents.shape}; MX has a scale for "
-            f"{BLOCK} elements of the last axis, or for tiles of so many. Load the model's floats, "
-            "and quantize these"
+            f"{BLOCK} elements of the last axis, and this model may have one for each tile of "
+            f"{' or '.join(map(str, dict.fromkeys(tiles)))}. Load the model's floats, and quantize "
+            "these"
         )
     fields: dict[str, Any] = {}
     stored, (rows, columns) = [*shape], tile
     stored[-1] //= BLOCK
-    if rows % BLOCK == 0 and shape[-2] % BLOCK == 0:
+    if len(shape) > 1 and rows % BLOCK == 0 and shape[-2] % BLOCK == 0:
         stored[-2], rows = stored[-2] // BLOCK, rows // BLOCK
         fields = {"block": (BLOCK, BLOCK)} | ({"window": TILE} if tile == TILE else {})
     elif columns in (128, 256):
         fields = {"window": columns}
-    if tile != (1, BLOCK):
+    if tile != ROW_BLOCK:
         times = *[1] * (len(shape) - 2), *[rows][: len(shape) - 1], columns // BLOCK
         exponents = spread(exponents, stored, times)
     return Entry(codes, exponents, format, fields)
 
 
-def _tile(shape: Sequence[int], parts: Sequence[int]) -> tuple[int, int] | None:
-    """The rows and columns that share a scale; None where it is no tile of whole blocks."""
-    if len(shape) != len(parts) or shape[:-2] != parts[:-2] or shape[-1] % BLOCK:
-        return None
-    rows, columns = (_shared(n, m) for n, m in zip((1, *shape)[-2:], (1, *parts)[-2:], strict=True))
-    return (rows, columns) if rows and columns and columns % BLOCK == 0 else None
+def _tile(shape: Sequence[int], parts: Sequence[int], tiles: Sequence[Tile]) -> Tile | None:
+    """The one tile of these that fits so many scales; None if none does, or several differ.
 
-
-def _shared(length: int, parts: int) -> int:
-    """How many elements share a scale where so many scales serve a length; 0 if none fit.
-
-    A tile may be cut off at the edge: then the length is no multiple.
+    A tile may be cut off at the edge.
     """
-    if parts and length % parts == 0 and length // parts <= BLOCK:
-        return length // parts
-    return next((n for n in (BLOCK, 128, 256) if -(-length // n) == parts), 0)
+    if not shape or len(shape) != len(parts) or shape[:-2] != parts[:-2] or shape[-1] % BLOCK:
+        return None
+    lengths = (1, *shape)[-2:]
+    fitting = {
+        (min(rows, lengths[0]), min(columns, lengths[1])): (rows, columns)
+        for rows, columns in tiles
+        if rows and columns and columns % BLOCK == 0
+        and (-(-lengths[0] // rows), -(-lengths[1] // columns)) == (1, *parts)[-2:]
+    }  # fmt: skip
+    return fitting.popitem()[1] if len(fitting) == 1 else None
 
 
 def _exponents(files: Files, name: str) -> Tensor:
