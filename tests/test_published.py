@@ -441,3 +441,62 @@ def test_tiles_are_those_of_the_config(shape, tile, library, tmp_path):
     folder = write(tmp_path / "model", tensors, config, {".weight": "F8_E4M3"})
     got = dequantized(jax_mx.load_checkpoint(folder)[UP + ".weight"])
     assert_bits_equal(got, scaled(floats_of(codes), exponents, tile))
+
+
+# ---- join ---
+def test_a_window_of_two_parts_is_none(tmp_path):
+    """A tile of 128 rows with scales of two parts would have one scale in a kernel."""
+    for rows, window in ((192, 32), (256, (128, 128))):
+        tensors = {}
+        for name in ("a", "b"):
+            tensors |= {f"{name}.weight": codes_of((rows, 256)), f"{name}.weight_scale_inv": POWERS}
+        folder = write(tmp_path / str(rows), tensors, TILED, {".weight": "F8_E4M3"})
+        params = jax_mx.load_checkpoint(folder, join={"ab": ("a", "b")})
+        q = params["ab.weight"]
+        assert isinstance(q, jax_mx.MXArray) and q.window == window
+        half = scaled(floats_of(tensors["a.weight"]), TILES, (128, 128))
+        assert_bits_equal(dequantized(q), np.concatenate([half, half]))
+
+
+def test_join_names_what_is_there(tmp_path):
+    one = np.ones((2, 2), np.float32)
+    folder = write(tmp_path / "model", {"a.w": one, "c.w": one, "d.w": one})
+    for join, error, why in (
+        ({"x": ("b", "a")}, ValueError, "join has 'b', which is part of no tensor's name"),
+        ({"x": ("a", "a")}, ValueError, "names a part of 'x' twice"),
+        ({"x": ("a", 3)}, TypeError, "join must map"),
+        ({3: ("a", "c")}, TypeError, "join must map"),
+        ({"d": ("a", "c")}, ValueError, "'d.w', which is there already"),
+    ):
+        assert_refused(lambda j=join: jax_mx.load_checkpoint(folder, join=j), error, why)
+    for name in (r"\1", "a"):
+        params = jax_mx.load_checkpoint(folder, join={name: ("a", "c")})
+        assert {*params} == {f"{name}.w", "d.w"} and params[f"{name}.w"].shape == (4, 2)
+
+
+def test_columns_of_blocks_of_our_own(tmp_path):
+    """Along axis 0 a shape and a shard's blocks are counted there; join refuses them."""
+    q = jax_mx.quantize(jax.random.normal(jax.random.key(0), (64, 96)), "mxfp4_e2m1", axis=0)
+    jax_mx.save_safetensors({"a": q, "b": q}, tmp_path / "model.safetensors")
+    mesh = jax.make_mesh((2, 2), ("m", "n"), devices=jax.devices("cpu")[:4])
+    shapes = []
+
+    def where(_, shape):
+        shapes.append(shape)
+        return NamedSharding(mesh, P("m", "n"))
+
+    jax.tree.map(assert_bits_equal, jax_mx.load_checkpoint(tmp_path, like=where)["a"], q)
+    assert {*shapes} == {(64, 96)}
+    split = NamedSharding(mesh, P(("m", "n")))
+    for keywords, why in (
+        ({"like": lambda *_: split}, "into parts of 16 elements, which cuts blocks"),
+        ({"join": {"x": ("a", "b")}}, "'a' cannot be joined: its blocks must run along the last"),
+    ):
+        assert_refused(lambda k=keywords: jax_mx.load_checkpoint(tmp_path, **k), ValueError, why)
+
+
+def test_a_name_is_that_of_one_array(tmp_path):
+    tensors = {"a.weight_packed": PACKED, "a.weight_scale": SCALES, "a.weight": POWERS}
+    config = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    folder = write(tmp_path / "model", tensors, config)
+    assert_refused(lambda: jax_mx.load_checkpoint(folder), ValueError, "'a.weight' in MX and in")

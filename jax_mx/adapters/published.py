@@ -19,6 +19,7 @@ import numpy as np
 
 from jax_mx.arrays.checks import shown
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Format
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import TILE
 from jax_mx.ops import metadata
 from jax_mx.ops.checkpoints import descriptions_in, require_alike
@@ -138,10 +139,10 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array that it becomes."""
-        shape = self.values.shape
-        return (
-            shape if self.format is None else (*shape[:-1], shape[-1] * self.format.codes_per_byte)
-        )
+        shape = [*self.values.shape]
+        if self.format is not None:
+            shape[self.fields.get("axis", -1)] *= self.format.codes_per_byte
+        return tuple(shape)
 
     @property
     def alike(self) -> tuple[Any, ...]:
@@ -195,13 +196,17 @@ def load_checkpoint(
       FileNotFoundError: there is no such folder or file.
       TypeError: an argument is of the wrong type.
       ValueError: a file is damaged; weights are in a format that is not MX, such as NVFP4, or have
-        scales that are no powers of two; parts to be joined differ; or there is something else than
-        like expects.
+        scales that are no powers of two; parts to be joined differ, or are not there; two arrays
+        have one name; or there is something else than like expects.
     """
     if like is not None and not callable(like) and not isinstance(like, Mapping):
         raise TypeError(f"{OP}: like must be a dictionary or a function, got {shown(like)}")
     files = Files(OP, folder)
-    entries = dict(_entries(files, *_pairs(Path(folder))))
+    entries: dict[str, Entry] = {}
+    for name, entry in _entries(files, *_pairs(Path(folder))):
+        if name in entries:
+            raise ValueError(f"{OP}: {folder} has {name!r} in MX and in floats; keep one of them")
+        entries[name] = entry
     entries = _with_experts(entries)
     for name, parts in _checked(join).items():
         entries = _with_joined(entries, name, parts)
@@ -229,17 +234,21 @@ def _loaded(
 
 
 def _checked(join: Any) -> Mapping[str, Sequence[str]]:
-    """Refuses a `join` that says nothing of the kind.
+    """Refuses a `join` that says nothing of the sort.
 
     Raises:
-      TypeError: it says nothing of the kind.
+      TypeError: it says nothing of the sort.
+      ValueError: a name comes twice.
     """
     join = {} if join is None else join
-    if not isinstance(join, Mapping) or any(
-        isinstance(parts, str) or not isinstance(parts, Sequence) or not parts
-        for parts in join.values()
-    ):
+    if not isinstance(join, Mapping) or not all(
+        isinstance(parts, Sequence) and not isinstance(parts, str) and parts
+        and all(isinstance(one, str) and one for one in (name, *parts))
+        for name, parts in join.items()
+    ):  # fmt: skip
         raise TypeError(f"{OP}: join must map a name to a list of names, got {shown(join)}")
+    if twice := [name for name, parts in join.items() if len({*parts}) < len(parts)]:
+        raise ValueError(f"{OP}: join names a part of {twice[0]!r} twice; name each part once")
     return join
 
 
@@ -354,6 +363,11 @@ def _described(files: Files) -> dict[str, Entry]:
                         f"{OP}: {file} describes {name!r} and there is no '{name}.{part}'"
                     )
             values, scales = files[f"{name}.values"], files[f"{name}.scales"]
+            if not -values.ndim <= fields["axis"] < values.ndim:
+                raise ValueError(
+                    f"{OP}: {file} says that blocks of {name!r} run along axis {fields['axis']}, "
+                    f"and it has {values.ndim}; fetch it again"
+                )
             entries[name] = Entry(values, scales, format, fields)
     return entries
 
@@ -467,32 +481,53 @@ def _with_joined(entries: dict[str, Entry], name: str, parts: Sequence[str]) -> 
     """One entry stands for parts of a layer.
 
     Raises:
-      ValueError: one is missing, or they differ.
+      ValueError: one is missing, they differ, or the name of all is taken.
     """
     first, result = re.compile(rf"(?:^|(?<=\.)){re.escape(parts[0])}(?=\.|$)"), dict(entries)
-    for one in entries:
-        if not first.search(one):
-            continue
-        names = [first.sub(part, one) for part in parts]
+    matching = [one for one in entries if first.search(one)]
+    if not matching:
+        raise ValueError(f"{OP}: join has {parts[0]!r}, which is part of no tensor's name")
+    for one in matching:
+        names = [first.sub(lambda _, part=part: part, one) for part in (*parts, name)]
+        whole = names.pop()
         if missing := [other for other in names if other not in entries]:
             raise ValueError(
                 f"{OP}: {one!r} is to be joined with {missing[0]!r}, which is not there"
             )
-        every = [entries[other] for other in names]
-        axis = max(len(every[0].shape) - 2, 0)
-        for other, entry in zip(names, every, strict=True):
-            pairs = (e.shape[:axis] + e.shape[axis + 1 :] for e in (entry, every[0]))
-            if entry.alike != every[0].alike or len({*pairs}) > 1:
-                raise ValueError(
-                    f"{OP}: {one!r} and {other!r} cannot be joined: they are {_said(every[0])} and "
-                    f"{_said(entry)}"
-                )
-        result[first.sub(name, one)] = every[0].of(
-            lambda tensors, axis=axis: joined(tensors[0].name, tensors, axis), *every[1:]
-        )
         for other in names:
             del result[other]
+        if whole in result:
+            raise ValueError(f"{OP}: join names {whole!r}, which is there already; choose another")
+        result[whole] = _as_one(names, [entries[other] for other in names])
     return result
+
+
+def _as_one(names: Sequence[str], every: Sequence[Entry]) -> Entry:
+    """Entries, one behind the other along outputs.
+
+    Raises:
+      ValueError: they differ, or lie so that outputs are not rows.
+    """
+    first, axis = every[0], max(len(every[0].shape) - 2, 0)
+    for other, entry in zip(names, every, strict=True):
+        pairs = (e.shape[:axis] + e.shape[axis + 1 :] for e in (entry, first))
+        if entry.alike != first.alike or len({*pairs}) > 1:
+            raise ValueError(
+                f"{OP}: {names[0]!r} and {other!r} cannot be joined: they are {_said(first)} and "
+                f"{_said(entry)}"
+            )
+    fields = {**first.fields}
+    layouts = fields.get("scale_layout", ROW_MAJOR), fields.get("value_layout", ROW_MAJOR_VALUES)
+    is_plain = fields.get("axis", -1) == -1 and layouts == (ROW_MAJOR, ROW_MAJOR_VALUES)
+    if first.format is not None and not (is_plain and len(first.shape) > 1):
+        raise ValueError(
+            f"{OP}: {names[0]!r} cannot be joined: its blocks must run along the last of two axes "
+            "or more, and lie in rows; load it without join, and use jax_mx.concatenate"
+        )
+    if fields.get("window") == TILE and any(e.shape[axis] % TILE[0] for e in every[:-1]):
+        del fields["window"]  # a tile would have rows of two parts
+    whole = first.of(lambda tensors: joined(tensors[0].name, tensors, axis), *every[1:])
+    return dataclasses.replace(whole, fields=fields)
 
 
 def _said(entry: Entry) -> str:

@@ -283,13 +283,14 @@ def placed_mx(
     sharding: jax.sharding.Sharding | None,
     **fields: Any,
 ) -> MXArray:
-    """An MXArray of codes and scales, both split alike, with blocks along the last axis.
+    """An MXArray of codes and scales, both split alike.
 
     Raises:
       ValueError: shards would cut blocks.
     """
     if sharding is not None:
-        elements = _shard_shape(op, values, sharding)[-1] * format.codes_per_byte
+        axis = fields.get("axis", -1)
+        elements = _shard_shape(op, values, sharding)[axis] * format.codes_per_byte
         if elements % BLOCK:
             raise ValueError(
                 f"{op}: {values.name!r} would be split into parts of {elements} elements, "
