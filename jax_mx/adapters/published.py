@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from jax_mx.facts.windows import TILE
 from jax_mx.ops import metadata
 from jax_mx.ops.checkpoints import descriptions_in, require_alike
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.reading import Files, Tensor, joined, placed, placed_mx, spread, stacked
+from jax_mx.ops.reading import Files, Tensor, joined, placed, placed_mx, spread, stacked, unpacked
 
 OP = "load_checkpoint"
 Config = Mapping[str, Any]
@@ -55,7 +55,8 @@ class Library:
 def _of_groups(config: Config) -> list[str]:
     """Compressed-tensors: a format of all, or one of each group."""
     groups = config.get("config_groups", {}).values()
-    return [str(group.get("format") or config.get("format")) for group in groups]
+    every = [str(group.get("format") or config.get("format")) for group in groups]
+    return every or [str(config.get("format"))]
 
 
 def _of_modelopt(config: Config) -> list[str]:
@@ -116,7 +117,8 @@ CODES: Mapping[str, Format] = {  # by the dtype of values in a file
     "F8_E5M2": MXFP8_E5M2,
     **dict.fromkeys(("U8", "I8", "F4"), MXFP4_E2M1),
 }
-FLOATS = ("F32", "BF16", "F16")
+FLOATS = ("F32", "BF16", "F16")  # dtypes of scales, as EXPONENTS are
+EXPONENTS = ("U8", "F8_E8M0")
 
 
 # ---- the public function ---
@@ -174,10 +176,10 @@ def load_checkpoint(
     .safetensors files with or without an index. It may be of compressed-tensors (MXFP4, MXFP8),
     ModelOpt (MXFP8), Quark (both), gpt-oss, or DeepSeek, where scales are powers of two; or
     `save_safetensors` wrote it. Codes stay as they are: nothing is quantized. Each process reads
-    what its devices hold, a tensor at a time.
+    what its devices hold, a tensor at a time; but scales in floats whole, as it checks them.
 
     Args:
-      folder: of the model, or one .safetensors file of a model in floats or of our own.
+      folder: of the model, or a .safetensors file or an index in it, beside its config.json.
       join: names of parts of a layer that become one array, one behind the other along outputs,
         by the name that this gets: one product instead of several. Biases, too.
       like: what is expected, by name, as `load_safetensors` takes it: arrays are placed so. Or a
@@ -201,9 +203,12 @@ def load_checkpoint(
     """
     if like is not None and not callable(like) and not isinstance(like, Mapping):
         raise TypeError(f"{OP}: like must be a dictionary or a function, got {shown(like)}")
-    files = Files(OP, folder)
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"{OP}: folder must be the path of one model, got {shown(folder)}")
+    files, folder = Files(OP, folder), Path(folder)
+    folder = folder if folder.is_dir() else folder.parent
     entries: dict[str, Entry] = {}
-    for name, entry in _entries(files, *_pairs(Path(folder))):
+    for name, entry in _entries(files, *_pairs(folder)):
         if name in entries:
             raise ValueError(f"{OP}: {folder} has {name!r} in MX and in floats; keep one of them")
         entries[name] = entry
@@ -330,9 +335,7 @@ def _pairs(folder: Path) -> tuple[Pairs, Sequence[Tile]]:
 
 
 # ---- tensors ---
-def _entries(
-    files: Files, pairs: Pairs, tiles: Sequence[Tile]
-) -> Iterator[tuple[str, Entry]]:
+def _entries(files: Files, pairs: Pairs, tiles: Sequence[Tile]) -> Iterator[tuple[str, Entry]]:
     """Each array by its name: MX for pairs of values and scales, and all others."""
     described = _described(files)
     taken = {f"{name}.{part}" for name in described for part in ("values", "scales")}
@@ -345,9 +348,29 @@ def _entries(
             if values in files.places:
                 taken |= {values, scales}
                 yield name + end, _pair(files, values, scales, tiles)
+    _require_no_scales(files, files.places.keys() - taken)
     for name in files.places:
         if name not in taken:
-            yield name, Entry(files[name])
+            yield name, Entry(unpacked(files[name]) if files.dtype(name) == "F4" else files[name])
+
+
+def _require_no_scales(files: Files, names: Set[str]) -> None:
+    """Refuses codes beside scales that no config tells of: codes alone are wrong numbers.
+
+    Raises:
+      ValueError: there are such.
+    """
+    for values_end, scales_end, _ in (pair for row in LIBRARIES.values() for pair in row.pairs):
+        for scales in names:
+            values = scales.removesuffix(scales_end) + values_end
+            if not scales.endswith(scales_end) or values not in names:
+                continue
+            of_codes = values_end.endswith("_packed") or files.dtype(values).startswith("F8_")
+            if of_codes or files.dtype(scales) in EXPONENTS:
+                raise ValueError(
+                    f"{OP}: {values!r} has scales, {scales!r}, and no quantization_config says "
+                    "what they mean; fetch the model's config.json into the folder of its files"
+                )
 
 
 def _described(files: Files) -> dict[str, Entry]:
@@ -435,7 +458,7 @@ def _exponents(files: Files, name: str) -> Tensor:
       ValueError: they are no powers of two.
     """
     tensor, dtype = files[name], files.dtype(name)
-    if dtype in ("U8", "F8_E8M0"):
+    if dtype in EXPONENTS:
         return files.viewed(name, np.uint8, tensor.shape)
     said = f"{OP}: the scales {name!r} are {dtype}"
     if dtype not in FLOATS:
