@@ -222,6 +222,46 @@ def test_the_weight_on_the_left():
     assert_refused(lambda: Recipe(weight="left"), ValueError, "Recipe: weight 'left' is unknown")
 
 
+def test_the_weight_on_the_left_of_a_split_result():
+    """The result lies as the caller says, also where the contracted axis is split."""
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=kinds, devices=jax.devices("cpu")[:8])
+    w, x = np.ones((64, 256), np.float32), np.ones((256, 128), np.float32)
+    product = functools.partial(
+        jax_mx.matmul, recipe=Recipe(weight="lhs"), out_sharding=jax.P(None, "a")
+    )
+    with jax.set_mesh(mesh):
+        y = jax.jit(product)(
+            jax.device_put(w, jax.P(None, "b")), jax.device_put(x, jax.P("b", "a"))
+        )
+    assert jax.typeof(y).sharding.spec == jax.P(None, "a")
+    assert (np.asarray(y) == 256).all()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_derivatives_of_vmap_where_an_explicit_mesh_splits_the_mapped_axis(recipe):
+    """They lie as the operands do, with the values of one device."""
+    mesh = jax.make_mesh(
+        (4,), "a", axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:4]
+    )
+    rng = np.random.default_rng(3)
+    x, w = (rng.integers(-3, 4, s).astype(np.float32) for s in ((4, 32, 64), (64, 32)))
+
+    def loss(x, w):
+        return (jax.vmap(functools.partial(jax_mx.matmul, recipe=recipe), (0, None))(x, w)).sum()
+
+    wanted = jax.grad(loss, (0, 1))(x, w)
+    with jax.set_mesh(mesh):
+        put = jax.device_put(x, jax.P("a")), jax.device_put(w, jax.P())
+        got = jax.jit(jax.grad(loss, (0, 1)))(*put)
+        if recipe == "bf16":
+            _, change = jax.jvp(lambda x: loss(x, put[1]), (put[0],), (put[0],))
+            np.testing.assert_allclose(change, loss(x, w), rtol=1e-5)
+    assert jax.typeof(got[0]).sharding.spec[0] == "a"
+    for ours, want in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(ours, want)
+
+
 # ---- keys of layers ---
 def test_a_fixed_key_is_told():
     dot = functools.partial(jax_mx.matmul, recipe=jax_mx.mxfp4_backward(jax.random.key(7)))

@@ -251,28 +251,38 @@ def test_tokens_that_devices_cannot_share_in_whole_blocks(rows):
 MLP = (1024, 256), (256, 512), (256, 512), (512, 256), (1024, 256)  # x, gate, up, down, dy
 
 
-def mlp_step(x, gate, up, down, dy):
-    """The result of an MLP of two first weights, and all gradients."""
-    y, pull = jax.vjp(
-        lambda x, gate, up, down: jax_mx.mlp(x, (gate, up), down, recipe=HOPPER), x, gate, up, down
-    )
+def mlp_step(x, gate, up, down, dy, joined=False):
+    """The result of an MLP of two first weights, or of both as one, and all gradients."""
+
+    def mlp(x, gate, up, down):
+        first = jnp.concatenate([gate, up], 1) if joined else (gate, up)
+        implementation = "fp8" if joined else None  # which reads one scale a row
+        return jax_mx.mlp(x, first, down, recipe=HOPPER, implementation=implementation)
+
+    y, pull = jax.vjp(mlp, x, gate, up, down)
     return y, *pull(dy)
 
 
 @pytest.mark.parametrize(
-    ("specs", "sums"),
-    [((P("a"),) * 5, 0), ((P("b"), P(None, "a"), P(None, "a"), P("a"), P("b")), 4)],
-    ids=["fsdp", "tensor"],
+    ("specs", "sums", "joined"),
+    [
+        ((P("a"),) * 5, 0, False),
+        ((P("a"),) * 5, 0, True),
+        ((P("b"), P(None, "a"), P(None, "a"), P("a"), P("b")), 4, False),
+    ],
+    ids=["fsdp", "fsdp, one weight", "tensor"],
 )
-def test_an_mlp(specs, sums):
+def test_an_mlp(specs, sums, joined):
     """Activations and their gradients are made and quantized where their parts lie."""
     rng = np.random.default_rng(5)
-    arrays = [jnp.asarray(rng.normal(size=s) / 8, jnp.bfloat16) for s in MLP]
+    arrays = [rng.normal(size=s) / 8 for s in MLP]
+    arrays[4] *= np.where(np.arange(1024) // 32 % 2, 1, 64)[:, None]  # blocks of rows differ
+    arrays = [jnp.asarray(a, jnp.bfloat16) for a in arrays]
     mesh = mesh_of(8, names="a") if not sums else mesh_of(sums, 2)
-    outs = (specs[4], *specs[:4])
-    got, found = split(mlp_step, mesh, specs, outs, arrays)
-    want = jax.jit(mlp_step)(*arrays)
-    activations = {MLP[0][0] * n for n in (256, 512)} | {MLP[0][0] * 512 // 2}
+    outs, step_of = (specs[4], *specs[:4]), functools.partial(mlp_step, joined=joined)
+    got, found = split(step_of, mesh, specs, outs, arrays)
+    want = jax.jit(step_of)(*arrays)
+    activations = {MLP[0][0] * n for n in (512,) + (256,) * (not joined)}  # a weight of both is 256
     assert not [
         key for key in found if key[0] in ("all-gather", "all-to-all") and key[2] in activations
     ]

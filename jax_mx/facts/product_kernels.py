@@ -78,7 +78,7 @@ def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
 
 # Sources of "amaxes": those of MLPs, of one array of gates and ups and of two, and their gradients.
 ACTIVE_SOURCES = ("swiglu", "swiglu_pair", "swiglu_gradient", "swiglu_pair_gradient")
-# The archs that have kernels of products: those with wgmma.
+# The archs that have kernels of products, by DSL.
 PRODUCT_ARCHS = {"cutedsl": ("sm_90a",), "flydsl": ("gfx942", "gfx950")}
 _FORMATS = (MXFP8_E4M3, MXFP8_E5M2, MXFP6_E3M2, MXFP6_E2M3, MXFP4_E2M1)
 _EIGHTS = tuple(itertools.product((MXFP8_E4M3, MXFP8_E5M2), repeat=2))

@@ -39,7 +39,7 @@ from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
 
 from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
-from jax_mx.arrays.sharding import is_explicit, shards_of
+from jax_mx.arrays.sharding import is_explicit, shards_of, spec_of, spread
 from jax_mx.arrays.views import View, minor_to_major
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts import launch
@@ -512,13 +512,23 @@ def _jvp_of_linear(primals: Any, tangents: Any, *, count: int, **how: Any) -> tu
     return jax.jvp(run, primals, [*map(ad.instantiate_zeros, tangents)])
 
 
+def split_of_mapped(args: Any, dims: Any) -> Any:
+    """What splits the dimension that `jax.vmap` maps, on meshes with explicit axes."""
+    mapped = ((x, d) for x, d in zip(args, dims, strict=True) if d is not None)
+    x, d = next(mapped)
+    return jax.typeof(x).sharding.spec[d]
+
+
 def _batch_of_linear(args: Any, dims: Any, *, transposed: Callable, count: int, like: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    names = split_of_mapped(args, dims)
     tangents = [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        spread(x[None], (size, *x.shape), (names, *spec_of(x)))
+        if d is None
+        else jnp.moveaxis(x, d, 0)
         for x, d in zip(args[count:], dims[count:], strict=True)
     ]
-    sharding = like.sharding.update(spec=PartitionSpec(None, *like.sharding.spec))
+    sharding = like.sharding.update(spec=PartitionSpec(names, *like.sharding.spec))
     like = like.update(shape=(size, *like.shape), sharding=sharding)
     of_batch = jax.vmap(transposed, in_axes=(*dims[:count], 0))
     params = {"transposed": of_batch, "count": count, "like": like}

@@ -257,8 +257,8 @@ made_p = define("mx_made", _amaxes_avals, _lower_made, _batch_made, no_derivativ
 def made_with_amaxes(operands: Sequence[jax.Array], source: Source) -> list[list[jax.Array]]:
     """Three arrays for each that a source makes: amaxes of rows, of columns, and the floats.
 
-    Columns have amaxes of parts of the rows, so that devices may have parts: as many as divide
-    them into the kernel's tiles, up to `MOST_PARTS`.
+    Columns have amaxes of parts of the rows, so that devices may have parts: a power of two, up to
+    `MOST_PARTS`, of whole tiles of the kernel.
     """
     rows = operands[0].shape[0]
     parts = 1 if rows % TILE else math.gcd(rows // TILE, MOST_PARTS)

@@ -506,7 +506,9 @@ def _quantize_made_rows(
     known, single = plan.source.has_amaxes, all(windows.count == 1 for windows in rows)
     served = single and _takes_each_once(plain, target)
     if not (served and (known or serves_by_itself(found, target))):
-        return _quantize_via_floats(*operands, plan=plan, rows=tuple(rows))
+        # Where XLA splits the program, the call of floats learns of its own windows.
+        windows = () if target.partitioned else tuple(rows)
+        return _quantize_via_floats(*operands, plan=plan, rows=windows)
     x, *other = plan.source.whole(operands, plan.form.spans)
     if known:
         amaxes, floats = other, x

@@ -1,4 +1,6 @@
-"""The product's derivative: one custom_vjp for dense products and for those over groups.
+"""The product's derivative: one custom_vjp for dense products in MX and for those over groups.
+
+Dense products in bfloat16 have a custom_jvp, so that they have derivatives of any order and mode.
 
 Floats come in and go out. Products between them read quantized operands (operand.py), and the
 residuals of the backward pass are MX. layer.py makes layers of the same parts.

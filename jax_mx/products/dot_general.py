@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.lowering import primitive
@@ -76,7 +78,8 @@ def dot_general(
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
         bfloat16; of few rows they read the codes of rhs as they lie; not where XLA splits the
         program among devices), "cutedsl_r8" and others (these with tiles of so many rows of lhs),
-        "flydsl" (our kernels on AMD's chips, of two `MXArray`s), "scaled_dot"
+        "flydsl" (our kernels on AMD's chips, of two `MXArray`s), "tcgen05" (our kernel on
+        Blackwell), "blackwell" (JAX's kernels there, after dequantizing), "scaled_dot"
         (jax.lax.scaled_dot), "dequantize" (our kernels, then jax.lax.dot_general),
         "xla" (plain, runs everywhere); or None: what was measured to be the fastest, or is known
         to be. It is taken for all three products.
@@ -167,11 +170,22 @@ def with_weight_first(
 ) -> jax.Array:
     """`dot_general` of a weight and of activations: the recipe's rhs and lhs."""
     swapped = swapped_numbers(numbers)
-    y = dot_general(x, w, swapped, *args, **kwargs)
     (summed, _), (lead, _) = swapped
     batch, split = len(lead), np.ndim(x) - len(summed)
-    order = (*range(batch), *range(split, y.ndim), *range(batch, split))
+    order = (*range(batch), *range(split, split + len(w.shape) - len(summed) - batch))
+    order = (*order, *range(batch, split))
+    if out_sharding is not None:
+        kwargs["out_sharding"] = _reordered(out_sharding, order)
+    y = dot_general(x, w, swapped, *args, **kwargs)
     return placed(y.transpose(order), out_sharding)
+
+
+def _reordered(sharding: Any, order: Sequence[int]) -> Any:
+    """How an array lies whose dimensions, transposed to an order, lie so."""
+    spec = getattr(sharding, "spec", sharding)
+    names = (*spec, *[None] * (len(order) - len(spec)))
+    spec = PartitionSpec(*(names[order.index(i)] for i in range(len(order))))
+    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
 
 
 def swapped_numbers(numbers: DimensionNumbers) -> tuple[tuple[tuple, tuple], ...]:

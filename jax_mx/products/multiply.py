@@ -116,7 +116,7 @@ def _batch_dense(
     sharding = numbers.out_sharding
     if sharding is not None:
         spec = [*sharding.spec]
-        spec.insert(at, None)
+        spec.insert(at, primitive.split_of_mapped(args, dims))
         sharding = sharding.update(spec=jax.sharding.PartitionSpec(*spec))
     numbers = dataclasses.replace(
         numbers, batch=batch, contracting=contracting, out_sharding=sharding
