@@ -85,13 +85,13 @@ def generate(config, steps, model, prompt):
     return jax.lax.scan(step, first, length + jnp.arange(steps))[1].T
 
 
-def config_of(folder):
+def config_of(folder) -> dict:
     """The config of a Llama, with what transformers assumes where it says nothing."""
     config = json.loads((Path(folder) / "config.json").read_text())
     config = {name: value for name, value in config.items() if value is not None}
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise SystemExit(f"serve.py: {folder} scales positions by {scaling!r}; it reads others")
+        raise SystemExit(f"serve.py: {folder} scales positions by {scaling!r}, which it cannot do")
     heads = config["num_attention_heads"]
     return {
         "head_dim": config["hidden_size"] // heads,

@@ -176,7 +176,7 @@ def load_checkpoint(
     .safetensors files with or without an index. It may be of compressed-tensors (MXFP4, MXFP8),
     ModelOpt (MXFP8), Quark (both), gpt-oss, or DeepSeek, where scales are powers of two; or
     `save_safetensors` wrote it. Codes stay as they are: nothing is quantized. Each process reads
-    what its devices hold, a tensor at a time; but scales in floats whole, as it checks them.
+    the codes that its devices hold, and scales in floats whole, a tensor at a time.
 
     Args:
       folder: of the model, or a .safetensors file or an index in it, beside its config.json.

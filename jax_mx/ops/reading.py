@@ -259,13 +259,13 @@ def _weight_map(op: str, index: Path) -> dict[str, str]:
         names = content["weight_map"]
     except (ValueError, TypeError, KeyError, RecursionError):
         names = None
-    files = names.values() if isinstance(names, dict) else ()
-    if not files or not all(isinstance(file, str) for file in files):
+    is_map = isinstance(names, dict) and all(isinstance(file, str) for file in names.values())
+    if not names or not is_map:
         raise ValueError(
             f'{op}: {index} has no "weight_map" of tensors and their files, as an {INDEX} has; '
             "fetch it again, or name the .safetensors files"
         )
-    for file in files:
+    for file in names.values():
         if Path(file).is_absolute() or ".." in Path(file).parts:
             raise ValueError(
                 f"{op}: {index} names {shown(file)}, a file outside of its folder; fetch the index "
