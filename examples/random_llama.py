@@ -21,7 +21,7 @@ import jax_mx
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
          "num_attention_heads", "num_key_value_heads", "vocab_size", "rope_theta",
          "rms_norm_eps")  # fmt: skip
-SIZES = {
+SIZES: dict[str, dict] = {
     "tiny": dict(zip(NAMES, (128, 256, 2, 32, 4, 2, 256, 500_000, 1e-5), strict=True)),
     "8b": dict(zip(NAMES, (4096, 14336, 32, 128, 32, 8, 128256, 500_000, 1e-5), strict=True)),
 }
