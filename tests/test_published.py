@@ -574,7 +574,7 @@ def test_the_example_reads_configs(tmp_path):
     config = serve["config_of"](tmp_path)
     assert config["head_dim"] == 32 and config["num_key_value_heads"] == 4
     assert_bits_equal(serve["norm"](config, jnp.ones(4), 2.0), np.ones(4, np.float32))
-    for how in ({"rope_scaling": {"type": "linear"}}, {"rope_parameters": {"rope_type": "yarn"}}):
-        (tmp_path / "config.json").write_text(json.dumps(text | how))
+    for rope in ({"rope_scaling": {"type": "linear"}}, {"rope_parameters": {"rope_type": "yarn"}}):
+        (tmp_path / "config.json").write_text(json.dumps(text | rope))
         with pytest.raises(SystemExit, match="scales positions by"):
             serve["config_of"](tmp_path)

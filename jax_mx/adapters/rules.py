@@ -46,7 +46,7 @@ def is_float(x: Any) -> bool:
 
 
 def _depth() -> int:
-    """What `warnings.warn` takes, called beside this, for the user's line: no library's frame."""
+    """The stack level of `warnings.warn` that shows the user's line, in no library's frame."""
     libraries = tuple(f"{Path(file).parent}{os.sep}" for file in (jax_mx.__file__, jax.__file__))
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
