@@ -60,8 +60,9 @@ def ragged_dot(
       implementation: "cutedsl" (our kernels on Hopper), "cutedsl_r8" and others (these with tiles
         of so many rows; not for gradients of rhs), "flydsl" (our kernels on AMD's chips),
         "tcgen05" (our kernel on Blackwell), "blackwell" and "pallas" (JAX's Pallas kernels on
-        Blackwell and Hopper, after dequantizing), "dequantize" (jax.lax.ragged_dot, likewise), "xla" (plain, runs everywhere);
-        or None: what was measured to be the fastest, or is known to be.
+        Blackwell and Hopper, after dequantizing), "dequantize" (jax.lax.ragged_dot, likewise),
+        "xla" (plain, runs everywhere); or None: what was measured to be the fastest, or is known to
+        be.
       fallback: see `dot_general`.
 
     Returns:
