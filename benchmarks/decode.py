@@ -92,7 +92,7 @@ def scanned(
         return serve.layer(config, w, old, x, start)
 
     x, cache = jax.lax.scan(layer, model["embed_tokens"][tokens], (model["layers"], cache))
-    x = serve.norm(x[:, -1], model["norm"])
+    x = serve.norm(config, x[:, -1], model["norm"])
     return serve.product(x, model["lm_head"]), cache
 
 

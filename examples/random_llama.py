@@ -19,16 +19,17 @@ from rich.progress import track
 import jax_mx
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
-         "num_attention_heads", "num_key_value_heads", "vocab_size", "rope_theta")  # fmt: skip
-SIZES = {
-    "tiny": dict(zip(NAMES, (128, 256, 2, 32, 4, 2, 256, 500_000), strict=True)),
-    "8b": dict(zip(NAMES, (4096, 14336, 32, 128, 32, 8, 128256, 500_000), strict=True)),
+         "num_attention_heads", "num_key_value_heads", "vocab_size", "rope_theta",
+         "rms_norm_eps")  # fmt: skip
+SIZES: dict[str, dict] = {
+    "tiny": dict(zip(NAMES, (128, 256, 2, 32, 4, 2, 256, 500_000, 1e-5), strict=True)),
+    "8b": dict(zip(NAMES, (4096, 14336, 32, 128, 32, 8, 128256, 500_000, 1e-5), strict=True)),
 }
 
 
 def write(folder: Path, size: str) -> None:
     """Random weights with a Llama's names, in MXFP4 as compressed-tensors keeps it."""
-    width, inner, layers, d, heads, groups, vocabulary, _ = SIZES[size].values()
+    width, inner, layers, d, heads, groups, vocabulary, *_ = SIZES[size].values()
     shapes = {
         "q_proj": (heads * d, width),
         "k_proj": (groups * d, width),

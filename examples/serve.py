@@ -26,10 +26,10 @@ ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
 product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
 
 
-def norm(x, weight):
+def norm(config, x, weight):
     """RMS norm of the last axis."""
-    x32 = x.astype(jnp.float32)
-    return (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + 1e-5)).astype(x.dtype) * weight
+    x32, eps = x.astype(jnp.float32), config["rms_norm_eps"]
+    return (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
 
 
 def rotated(x, positions, theta):
@@ -43,7 +43,8 @@ def layer(config, w, cache, x, start):
     """A layer of a prompt (B, S, width), or of a token at position `start`; and its cache."""
     (b, s, _), heads, d = x.shape, config["num_attention_heads"], config["head_dim"]
     positions, theta = (start + jnp.arange(s)).astype(jnp.float32), config["rope_theta"]
-    qkv = product(norm(x, w["input_layernorm"]), w["self_attn.qkv_proj"]).reshape(b, s, -1, d)
+    qkv = product(norm(config, x, w["input_layernorm"]), w["self_attn.qkv_proj"])
+    qkv = qkv.reshape(b, s, -1, d)
     q, k, v = jnp.split(qkv, [heads, heads + config["num_key_value_heads"]], 2)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
     cache = [*map(put, cache, (rotated(k, positions, theta), v))]
@@ -51,7 +52,7 @@ def layer(config, w, cache, x, start):
     q = rotated(q, positions, theta)
     y = jax.nn.dot_product_attention(q, *cache, **seen, implementation=ATTENTION)
     x = x + product(y.reshape(b, s, -1), w["self_attn.o_proj"])
-    gate_up = product(norm(x, w["post_attention_layernorm"]), w["mlp.gate_up_proj"])
+    gate_up = product(norm(config, x, w["post_attention_layernorm"]), w["mlp.gate_up_proj"])
     gate, up = jnp.split(gate_up, 2, -1)
     return x + product(jax.nn.silu(gate) * up, w["mlp.down_proj"]), cache
 
@@ -61,7 +62,7 @@ def forward(config, model, cache, tokens, start):
     x, cache = model["embed_tokens"][tokens], [*cache]
     for i, w in enumerate(model["layers"]):
         x, cache[i] = layer(config, w, cache[i], x, start)
-    return product(norm(x[:, -1], model["norm"]), model["lm_head"]), cache
+    return product(norm(config, x[:, -1], model["norm"]), model["lm_head"]), cache
 
 
 def empty_cache(config, batch, length):
@@ -84,11 +85,28 @@ def generate(config, steps, model, prompt):
     return jax.lax.scan(step, first, length + jnp.arange(steps))[1].T
 
 
+def config_of(folder) -> dict:
+    """The config of a Llama, with what transformers assumes where it says nothing."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    config = {name: value for name, value in config.items() if value is not None}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise SystemExit(f"serve.py: {folder} scales positions by {scaling!r}, which it cannot do")
+    heads = config["num_attention_heads"]
+    return {
+        "head_dim": config["hidden_size"] // heads,
+        "num_key_value_heads": heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        **config,
+        **rope,
+    }
+
+
 def load(folder):
     """The config of a Llama, and its weights by layer."""
+    config = config_of(folder)
     params = jax_mx.quantize_params(jax_mx.load_checkpoint(folder, join=JOIN), RULES)
-    config = json.loads((Path(folder) / "config.json").read_text())
-    assert not config.get("rope_scaling"), "positions are not scaled here"
     model = {"layers": [{} for _ in range(config["num_hidden_layers"])]}
     for name, w in params.items():
         number, name = re.findall(r"(?:model\.)?(?:layers\.(\d+)\.)?(.*)\.weight", name)[0]

@@ -67,6 +67,7 @@ def test_arrays_that_are_none_of_mx():
     codes = jnp.zeros((4, 64), jnp.float8_e4m3fn)
     for q, error, sentence in (
         (X, TypeError, "q must be a QArray of qwix"),
+        (qarray([[1.0]], [[1.0]]), TypeError, "with arrays qvalue and scale"),
         (qarray(codes, jnp.ones((4, 2)), zero_point=jnp.zeros((4, 2))), ValueError, "zero_point"),
         (qarray(jnp.zeros((4, 64), jnp.int8), jnp.ones((4, 2))), TypeError, "elements are int8"),
         (qarray(codes, jnp.ones((4, 4))), ValueError, "are no blocks of MX"),

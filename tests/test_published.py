@@ -1,6 +1,7 @@
 """Folders of other libraries: every byte keeps its meaning, and what is not MX is refused."""
 
 import json
+import runpy
 import struct
 import tracemalloc
 from pathlib import Path
@@ -422,3 +423,158 @@ def test_params_are_quantized_by_their_names():
     assert again["layers"][0]["up"] is layer["up"]
     jax.tree.map(assert_bits_equal, again["embed"], jax_mx.quantize(w, axis=-2, window="row"))
     assert_refused(lambda: jax_mx.quantize_params(params, {"(": "mxfp8"}), ValueError, "regular")
+
+
+# ---- tiles, as the config says ---
+@pytest.mark.parametrize(
+    ("shape", "tile", "library"),
+    [((40, 64), (32, 32), "fp8"), ((30, 64), (16, 32), "quark"), ((300, 128), (160, 128), "fp8")],
+    ids=str,
+)
+def test_tiles_are_those_of_the_config(shape, tile, library, tmp_path):
+    codes = codes_of(shape)
+    exponents = codes_of([-(-n // t) for n, t in zip(shape, tile, strict=True)], 1) + np.uint8(64)
+    weight = {**QUARK, "dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [*tile]}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": weight}}
+    if library == "fp8":
+        config = {**TILED, "weight_block_size": [*tile]}
+    tensors = {UP + ".weight": codes, UP + ".weight_scale": exponents}
+    folder = write(tmp_path / "model", tensors, config, {".weight": "F8_E4M3"})
+    got = dequantized(jax_mx.load_checkpoint(folder)[UP + ".weight"])
+    assert_bits_equal(got, scaled(floats_of(codes), exponents, tile))
+
+
+# ---- join ---
+def test_a_window_of_two_parts_is_none(tmp_path):
+    """A tile of 128 rows with scales of two parts would have one scale in a kernel."""
+    for rows, window in ((192, 32), (256, (128, 128))):
+        tensors = {}
+        for name in ("a", "b"):
+            tensors |= {f"{name}.weight": codes_of((rows, 256)), f"{name}.weight_scale_inv": POWERS}
+        folder = write(tmp_path / str(rows), tensors, TILED, {".weight": "F8_E4M3"})
+        params = jax_mx.load_checkpoint(folder, join={"ab": ("a", "b")})
+        q = params["ab.weight"]
+        assert isinstance(q, jax_mx.MXArray) and q.window == window
+        half = scaled(floats_of(tensors["a.weight"]), TILES, (128, 128))
+        assert_bits_equal(dequantized(q), np.concatenate([half, half]))
+
+
+def test_join_names_what_is_there(tmp_path):
+    one = np.ones((2, 2), np.float32)
+    folder = write(tmp_path / "model", {"a.w": one, "c.w": one, "d.w": one})
+    for join, error, why in (
+        ({"x": ("b", "a")}, ValueError, "join has 'b', which is part of no tensor's name"),
+        ({"x": ("a", "a")}, ValueError, "names a part of 'x' twice"),
+        ({"x": ("a", 3)}, TypeError, "join must map"),
+        ({3: ("a", "c")}, TypeError, "join must map"),
+        ({"d": ("a", "c")}, ValueError, "'d.w', which is there already"),
+    ):
+        assert_refused(lambda j=join: jax_mx.load_checkpoint(folder, join=j), error, why)
+    for name in (r"\1", "a"):
+        params = jax_mx.load_checkpoint(folder, join={name: ("a", "c")})
+        assert {*params} == {f"{name}.w", "d.w"} and params[f"{name}.w"].shape == (4, 2)
+
+
+def test_columns_of_blocks_of_our_own(tmp_path):
+    """Along axis 0 a shape and a shard's blocks are counted there; join refuses them."""
+    q = jax_mx.quantize(jax.random.normal(jax.random.key(0), (64, 96)), "mxfp4_e2m1", axis=0)
+    jax_mx.save_safetensors({"a": q, "b": q}, tmp_path / "model.safetensors")
+    mesh = jax.make_mesh((2, 2), ("m", "n"), devices=jax.devices("cpu")[:4])
+    shapes = []
+
+    def where(_, shape):
+        shapes.append(shape)
+        return NamedSharding(mesh, P("m", "n"))
+
+    jax.tree.map(assert_bits_equal, jax_mx.load_checkpoint(tmp_path, like=where)["a"], q)
+    assert {*shapes} == {(64, 96)}
+    split = NamedSharding(mesh, P(("m", "n")))
+    for keywords, why in (
+        ({"like": lambda *_: split}, "into parts of 16 elements, which cuts blocks"),
+        ({"join": {"x": ("a", "b")}}, "'a' cannot be joined: its blocks must run along the last"),
+    ):
+        assert_refused(lambda k=keywords: jax_mx.load_checkpoint(tmp_path, **k), ValueError, why)
+
+
+def test_a_name_is_that_of_one_array(tmp_path):
+    tensors = {"a.weight_packed": PACKED, "a.weight_scale": SCALES, "a.weight": POWERS}
+    config = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    folder = write(tmp_path / "model", tensors, config)
+    assert_refused(lambda: jax_mx.load_checkpoint(folder), ValueError, "'a.weight' in MX and in")
+
+
+# ---- configs that are elsewhere, or nowhere ---
+def test_a_file_is_read_by_the_config_beside_it(tmp_path):
+    config, ends, arrays, _, want = LAYOUTS["modelopt"]
+    tensors = {UP + end: array for end, array in zip(ends, arrays, strict=True)}
+    folder = write(tmp_path / "model", tensors, config, {".weight": "F8_E4M3"})
+    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file.name)}))
+    for path in (str(file), index):
+        assert_bits_equal(dequantized(jax_mx.load_checkpoint(path)[UP + ".weight"]), want)
+    index.write_text('{"weight_map": {}}')
+    assert_refused(lambda: jax_mx.load_checkpoint(index), ValueError, 'has no "weight_map"')
+    assert_refused(lambda: jax_mx.load_checkpoint([folder]), TypeError, "the path of one model")
+
+
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if "gpt-oss" not in n])
+def test_scales_without_a_config_are_refused(name, tmp_path):
+    _, ends, arrays, dtypes, _ = LAYOUTS[name]
+    tensors = {UP + end: array for end, array in zip(ends, arrays, strict=True)}
+    pairs = sorted(zip(ends, dtypes, strict=True), key=lambda pair: -len(pair[0]))
+    folder = write(tmp_path / "model", tensors, None, {UP + e: d for e, d in pairs})
+    assert_refused(
+        lambda: jax_mx.load_checkpoint(folder), ValueError, "no quantization_config says what"
+    )
+
+
+def test_what_a_config_leaves_out(tmp_path):
+    codes = {"a.weight": np.zeros((), np.uint8), "a.weight_scale": np.ones((), np.float32)}
+    one = {"x": np.ones(2, np.float32)}
+    for config, tensors, why in (
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, one, "in nvfp4"),
+        ({"bits": 4}, one, "quantized by 'nothing that its config names'"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, codes, "'a.weight' is ()"),
+    ):
+        folder = write(tmp_path / "model", tensors, config, {".weight": "F8_E4M3"})
+        assert_refused(lambda folder=folder: jax_mx.load_checkpoint(folder), ValueError, why)
+
+
+def test_float4_without_scales_stays_float4(tmp_path):
+    x = jnp.asarray(E2M1[:12].reshape(2, 6), jnp.float4_e2m1fn)
+    jax_mx.save_safetensors({"x": x}, tmp_path / "model.safetensors")
+    assert_bits_equal(jax_mx.load_checkpoint(tmp_path)["x"], x)
+    mesh = jax.make_mesh((2,), ("n",), devices=jax.devices("cpu")[:2])  # of three elements each
+    where = NamedSharding(mesh, P(None, "n"))
+    assert_bits_equal(jax_mx.load_checkpoint(tmp_path, like=lambda *_: where)["x"], x)
+
+
+def test_params_that_a_mesh_splits_stay_with_a_warning_at_the_callers_line():
+    mesh = jax.make_mesh(
+        (4,), ("k",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4]
+    )
+    w = jax.device_put(jnp.ones((8, 64)), NamedSharding(mesh, P(None, "k")))  # 16 a device
+    with jax.set_mesh(mesh), pytest.warns(UserWarning, match="'w' stays in floats") as told:
+        got = jax_mx.quantize_params({"w": w}, {".*": "mxfp8"})
+    assert got["w"] is w and [one.filename for one in told] == [__file__]
+    assert_refused(
+        lambda: jax_mx.quantize_params({}, {".*": "mxfp8"}, axis=7),
+        ValueError,
+        "axis must be -1 or -2, got 7",
+    )
+
+
+# ---- the example ---
+def test_the_example_reads_configs(tmp_path):
+    """Llama's config.json may leave out heads' widths, and scale positions."""
+    examples = Path(__file__).parent.parent / "examples"
+    serve = runpy.run_path(f"{examples}/serve.py")
+    text = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": None, "rms_norm_eps": 3.0}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    config = serve["config_of"](tmp_path)
+    assert config["head_dim"] == 32 and config["num_key_value_heads"] == 4
+    assert_bits_equal(serve["norm"](config, jnp.ones(4), 2.0), np.ones(4, np.float32))
+    for rope in ({"rope_scaling": {"type": "linear"}}, {"rope_parameters": {"rope_type": "yarn"}}):
+        (tmp_path / "config.json").write_text(json.dumps(text | rope))
+        with pytest.raises(SystemExit, match="scales positions by"):
+            serve["config_of"](tmp_path)

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
+from jax_mx.arrays.checks import shown
+from jax_mx.lowering.primitive import ShardingTypeError
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.products.auto import resolved_for_weights
@@ -41,8 +43,10 @@ def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
       has. One that MX cannot take stays, and a warning says why. Other leaves stay.
 
     Raises:
-      TypeError, ValueError: rules are none, or the recipe rotates its operands.
+      TypeError, ValueError: rules are none, axis is another, or the recipe rotates its operands.
     """
+    if axis not in (-1, -2):
+        raise ValueError(f"{OP}: axis must be -1 or -2, got {shown(axis)}")
     compiled, left = rules_of(OP, rules), Left(OP)
 
     def quantized(path: Any, leaf: Any) -> Any:
@@ -67,7 +71,7 @@ def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
                 block=recipe.block,
                 window=use.window,
             )
-        except ValueError as error:
+        except (ValueError, ShardingTypeError) as error:
             left.tell(repr(name), str(error).removeprefix("quantize: "))
             return leaf
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,18 @@ import numpy as np
 
 from jax_mx.arrays.checks import shown
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Format
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import TILE
 from jax_mx.ops import metadata
 from jax_mx.ops.checkpoints import descriptions_in, require_alike
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.reading import Files, Tensor, joined, placed, placed_mx, spread, stacked
+from jax_mx.ops.reading import Files, Tensor, joined, placed, placed_mx, spread, stacked, unpacked
 
 OP = "load_checkpoint"
 Config = Mapping[str, Any]
+Pairs = Sequence[tuple[str, str, str]]  # as `Library.pairs`
+Tile = tuple[int, int]  # rows and columns that share a scale
+ROW_BLOCK: Tile = (1, BLOCK)
 Like = Mapping[str, Any] | Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
 
 
@@ -45,13 +49,14 @@ class Library:
     said: str
     ways: Callable[[Config], Sequence[str]]
     taken: str
-    pairs: Sequence[tuple[str, str, str]]
+    pairs: Pairs
 
 
 def _of_groups(config: Config) -> list[str]:
     """Compressed-tensors: a format of all, or one of each group."""
     groups = config.get("config_groups", {}).values()
-    return [str(group.get("format") or config.get("format")) for group in groups]
+    every = [str(group.get("format") or config.get("format")) for group in groups]
+    return every or [str(config.get("format"))]
 
 
 def _of_modelopt(config: Config) -> list[str]:
@@ -112,7 +117,8 @@ CODES: Mapping[str, Format] = {  # by the dtype of values in a file
     "F8_E5M2": MXFP8_E5M2,
     **dict.fromkeys(("U8", "I8", "F4"), MXFP4_E2M1),
 }
-FLOATS = ("F32", "BF16", "F16")
+FLOATS = ("F32", "BF16", "F16")  # dtypes of scales, as EXPONENTS are
+EXPONENTS = ("U8", "F8_E8M0")
 
 
 # ---- the public function ---
@@ -135,10 +141,10 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array that it becomes."""
-        shape = self.values.shape
-        return (
-            shape if self.format is None else (*shape[:-1], shape[-1] * self.format.codes_per_byte)
-        )
+        shape = [*self.values.shape]
+        if self.format is not None:
+            shape[self.fields.get("axis", -1)] *= self.format.codes_per_byte
+        return tuple(shape)
 
     @property
     def alike(self) -> tuple[Any, ...]:
@@ -170,10 +176,10 @@ def load_checkpoint(
     .safetensors files with or without an index. It may be of compressed-tensors (MXFP4, MXFP8),
     ModelOpt (MXFP8), Quark (both), gpt-oss, or DeepSeek, where scales are powers of two; or
     `save_safetensors` wrote it. Codes stay as they are: nothing is quantized. Each process reads
-    what its devices hold, a tensor at a time.
+    the codes that its devices hold, and scales in floats whole, a tensor at a time.
 
     Args:
-      folder: of the model, or one .safetensors file of a model in floats or of our own.
+      folder: of the model, or a .safetensors file or an index in it, beside its config.json.
       join: names of parts of a layer that become one array, one behind the other along outputs,
         by the name that this gets: one product instead of several. Biases, too.
       like: what is expected, by name, as `load_safetensors` takes it: arrays are placed so. Or a
@@ -192,13 +198,20 @@ def load_checkpoint(
       FileNotFoundError: there is no such folder or file.
       TypeError: an argument is of the wrong type.
       ValueError: a file is damaged; weights are in a format that is not MX, such as NVFP4, or have
-        scales that are no powers of two; parts to be joined differ; or there is something else than
-        like expects.
+        scales that are no powers of two; parts to be joined differ, or are not there; two arrays
+        have one name; or there is something else than like expects.
     """
     if like is not None and not callable(like) and not isinstance(like, Mapping):
         raise TypeError(f"{OP}: like must be a dictionary or a function, got {shown(like)}")
-    files = Files(OP, folder)
-    entries = dict(_entries(files, _pairs(files, Path(folder))))
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"{OP}: folder must be the path of one model, got {shown(folder)}")
+    files, folder = Files(OP, folder), Path(folder)
+    folder = folder if folder.is_dir() else folder.parent
+    entries: dict[str, Entry] = {}
+    for name, entry in _entries(files, *_pairs(folder)):
+        if name in entries:
+            raise ValueError(f"{OP}: {folder} has {name!r} in MX and in floats; keep one of them")
+        entries[name] = entry
     entries = _with_experts(entries)
     for name, parts in _checked(join).items():
         entries = _with_joined(entries, name, parts)
@@ -226,17 +239,21 @@ def _loaded(
 
 
 def _checked(join: Any) -> Mapping[str, Sequence[str]]:
-    """Refuses a `join` that says nothing of the kind.
+    """Refuses a `join` that says nothing of the sort.
 
     Raises:
-      TypeError: it says nothing of the kind.
+      TypeError: it says nothing of the sort.
+      ValueError: a name comes twice.
     """
     join = {} if join is None else join
-    if not isinstance(join, Mapping) or any(
-        isinstance(parts, str) or not isinstance(parts, Sequence) or not parts
-        for parts in join.values()
-    ):
+    if not isinstance(join, Mapping) or not all(
+        isinstance(parts, Sequence) and not isinstance(parts, str) and parts
+        and all(isinstance(one, str) and one for one in (name, *parts))
+        for name, parts in join.items()
+    ):  # fmt: skip
         raise TypeError(f"{OP}: join must map a name to a list of names, got {shown(join)}")
+    if twice := [name for name, parts in join.items() if len({*parts}) < len(parts)]:
+        raise ValueError(f"{OP}: join names a part of {twice[0]!r} twice; name each part once")
     return join
 
 
@@ -283,16 +300,16 @@ def _config(folder: Path) -> Config:
     return {}
 
 
-def _pairs(files: Files, folder: Path) -> Sequence[tuple[str, str, str]]:
-    """How values and scales are called in a folder.
+def _pairs(folder: Path) -> tuple[Pairs, Sequence[Tile]]:
+    """How values and scales are called in a folder, and which tiles scales may have.
 
     Raises:
       ValueError: weights are in no MX format, or in one that is unknown.
     """
     config = _config(folder)
-    if not config:
-        return LIBRARIES["mxfp4"].pairs  # which gpt-oss' original files have without saying so
-    method = str(config.get("quant_method"))
+    if not config:  # gpt-oss' original files have these names, and no config says so
+        return LIBRARIES["mxfp4"].pairs, [ROW_BLOCK]
+    method = str(config.get("quant_method", "nothing that its config names"))
     readable = ", ".join(row.said for row in LIBRARIES.values())
     if method not in LIBRARIES:
         raise ValueError(
@@ -313,11 +330,12 @@ def _pairs(files: Files, folder: Path) -> Sequence[tuple[str, str, str]]:
                 f"{OP}: {folder} has weights in {way} ({method}), which is not MX, or no MX that "
                 f"jax_mx reads. It reads {readable}. Load the model's floats, and quantize these"
             )
-    return library.pairs
+    tiles = (re.search(r"\[(\d+), (\d+)\]", way) for way in ways)
+    return library.pairs, [*((int(tile[1]), int(tile[2])) for tile in tiles if tile), ROW_BLOCK]
 
 
 # ---- tensors ---
-def _entries(files: Files, pairs: Sequence[tuple[str, str, str]]) -> Iterator[tuple[str, Entry]]:
+def _entries(files: Files, pairs: Pairs, tiles: Sequence[Tile]) -> Iterator[tuple[str, Entry]]:
     """Each array by its name: MX for pairs of values and scales, and all others."""
     described = _described(files)
     taken = {f"{name}.{part}" for name in described for part in ("values", "scales")}
@@ -329,10 +347,30 @@ def _entries(files: Files, pairs: Sequence[tuple[str, str, str]]) -> Iterator[tu
                 continue
             if values in files.places:
                 taken |= {values, scales}
-                yield name + end, _pair(files, values, scales)
+                yield name + end, _pair(files, values, scales, tiles)
+    _require_no_scales(files, files.places.keys() - taken)
     for name in files.places:
         if name not in taken:
-            yield name, Entry(files[name])
+            yield name, Entry(unpacked(files[name]) if files.dtype(name) == "F4" else files[name])
+
+
+def _require_no_scales(files: Files, names: Set[str]) -> None:
+    """Refuses codes beside scales that no config tells of: codes alone are wrong numbers.
+
+    Raises:
+      ValueError: there are such.
+    """
+    for values_end, scales_end, _ in (pair for row in LIBRARIES.values() for pair in row.pairs):
+        for scales in names:
+            values = scales.removesuffix(scales_end) + values_end
+            if not scales.endswith(scales_end) or values not in names:
+                continue
+            of_codes = values_end.endswith("_packed") or files.dtype(values).startswith("F8_")
+            if of_codes or files.dtype(scales) in EXPONENTS:
+                raise ValueError(
+                    f"{OP}: {values!r} has scales, {scales!r}, and no quantization_config says "
+                    "what they mean; fetch the model's config.json into the folder of its files"
+                )
 
 
 def _described(files: Files) -> dict[str, Entry]:
@@ -348,11 +386,16 @@ def _described(files: Files) -> dict[str, Entry]:
                         f"{OP}: {file} describes {name!r} and there is no '{name}.{part}'"
                     )
             values, scales = files[f"{name}.values"], files[f"{name}.scales"]
+            if not -values.ndim <= fields["axis"] < values.ndim:
+                raise ValueError(
+                    f"{OP}: {file} says that blocks of {name!r} run along axis {fields['axis']}, "
+                    f"and it has {values.ndim}; fetch it again"
+                )
             entries[name] = Entry(values, scales, format, fields)
     return entries
 
 
-def _pair(files: Files, values: str, scales: str) -> Entry:
+def _pair(files: Files, values: str, scales: str, tiles: Sequence[Tile]) -> Entry:
     """The MXArray that a pair of tensors is.
 
     Raises:
@@ -368,44 +411,44 @@ def _pair(files: Files, values: str, scales: str) -> Entry:
     if values.endswith("blocks") and len(shape) > 2:  # of each block by itself
         shape = (*shape[:-2], shape[-2] * shape[-1])
     codes = files.viewed(values, format.storage, shape)
-    shape = (*shape[:-1], shape[-1] * format.codes_per_byte)
-    tile = _tile(shape, exponents.shape)
+    shape = (*shape[:-1], *(n * format.codes_per_byte for n in shape[-1:]))
+    tile = _tile(shape, exponents.shape, tiles)
     if tile is None:
         raise ValueError(
             f"{OP}: {values!r} is {shape} and {scales!r} {exponents.shape}; MX has a scale for "
-            f"{BLOCK} elements of the last axis, or for tiles of so many. Load the model's floats, "
-            "and quantize these"
+            f"{BLOCK} elements of the last axis, and this model may have one for each tile of "
+            f"{' or '.join(map(str, dict.fromkeys(tiles)))}. Load the model's floats, and quantize "
+            "these"
         )
     fields: dict[str, Any] = {}
     stored, (rows, columns) = [*shape], tile
     stored[-1] //= BLOCK
-    if rows % BLOCK == 0 and shape[-2] % BLOCK == 0:
+    if len(shape) > 1 and rows % BLOCK == 0 and shape[-2] % BLOCK == 0:
         stored[-2], rows = stored[-2] // BLOCK, rows // BLOCK
         fields = {"block": (BLOCK, BLOCK)} | ({"window": TILE} if tile == TILE else {})
     elif columns in (128, 256):
         fields = {"window": columns}
-    if tile != (1, BLOCK):
+    if tile != ROW_BLOCK:
         times = *[1] * (len(shape) - 2), *[rows][: len(shape) - 1], columns // BLOCK
         exponents = spread(exponents, stored, times)
     return Entry(codes, exponents, format, fields)
 
 
-def _tile(shape: Sequence[int], parts: Sequence[int]) -> tuple[int, int] | None:
-    """The rows and columns that share a scale; None where it is no tile of whole blocks."""
-    if len(shape) != len(parts) or shape[:-2] != parts[:-2] or shape[-1] % BLOCK:
-        return None
-    rows, columns = (_shared(n, m) for n, m in zip((1, *shape)[-2:], (1, *parts)[-2:], strict=True))
-    return (rows, columns) if rows and columns and columns % BLOCK == 0 else None
+def _tile(shape: Sequence[int], parts: Sequence[int], tiles: Sequence[Tile]) -> Tile | None:
+    """The one tile of these that fits so many scales; None if none does, or several differ.
 
-
-def _shared(length: int, parts: int) -> int:
-    """How many elements share a scale where so many scales serve a length; 0 if none fit.
-
-    A tile may be cut off at the edge: then the length is no multiple.
+    A tile may be cut off at the edge.
     """
-    if parts and length % parts == 0 and length // parts <= BLOCK:
-        return length // parts
-    return next((n for n in (BLOCK, 128, 256) if -(-length // n) == parts), 0)
+    if not shape or len(shape) != len(parts) or shape[:-2] != parts[:-2] or shape[-1] % BLOCK:
+        return None
+    lengths = (1, *shape)[-2:]
+    fitting = {
+        (min(rows, lengths[0]), min(columns, lengths[1])): (rows, columns)
+        for rows, columns in tiles
+        if rows and columns and columns % BLOCK == 0
+        and (-(-lengths[0] // rows), -(-lengths[1] // columns)) == (1, *parts)[-2:]
+    }  # fmt: skip
+    return fitting.popitem()[1] if len(fitting) == 1 else None
 
 
 def _exponents(files: Files, name: str) -> Tensor:
@@ -415,7 +458,7 @@ def _exponents(files: Files, name: str) -> Tensor:
       ValueError: they are no powers of two.
     """
     tensor, dtype = files[name], files.dtype(name)
-    if dtype in ("U8", "F8_E8M0"):
+    if dtype in EXPONENTS:
         return files.viewed(name, np.uint8, tensor.shape)
     said = f"{OP}: the scales {name!r} are {dtype}"
     if dtype not in FLOATS:
@@ -461,32 +504,53 @@ def _with_joined(entries: dict[str, Entry], name: str, parts: Sequence[str]) -> 
     """One entry stands for parts of a layer.
 
     Raises:
-      ValueError: one is missing, or they differ.
+      ValueError: one is missing, they differ, or the name of all is taken.
     """
     first, result = re.compile(rf"(?:^|(?<=\.)){re.escape(parts[0])}(?=\.|$)"), dict(entries)
-    for one in entries:
-        if not first.search(one):
-            continue
-        names = [first.sub(part, one) for part in parts]
+    matching = [one for one in entries if first.search(one)]
+    if not matching:
+        raise ValueError(f"{OP}: join has {parts[0]!r}, which is part of no tensor's name")
+    for one in matching:
+        names = [first.sub(lambda _, part=part: part, one) for part in (*parts, name)]
+        whole = names.pop()
         if missing := [other for other in names if other not in entries]:
             raise ValueError(
                 f"{OP}: {one!r} is to be joined with {missing[0]!r}, which is not there"
             )
-        every = [entries[other] for other in names]
-        axis = max(len(every[0].shape) - 2, 0)
-        for other, entry in zip(names, every, strict=True):
-            pairs = (e.shape[:axis] + e.shape[axis + 1 :] for e in (entry, every[0]))
-            if entry.alike != every[0].alike or len({*pairs}) > 1:
-                raise ValueError(
-                    f"{OP}: {one!r} and {other!r} cannot be joined: they are {_said(every[0])} and "
-                    f"{_said(entry)}"
-                )
-        result[first.sub(name, one)] = every[0].of(
-            lambda tensors, axis=axis: joined(tensors[0].name, tensors, axis), *every[1:]
-        )
         for other in names:
             del result[other]
+        if whole in result:
+            raise ValueError(f"{OP}: join names {whole!r}, which is there already; choose another")
+        result[whole] = _as_one(names, [entries[other] for other in names])
     return result
+
+
+def _as_one(names: Sequence[str], every: Sequence[Entry]) -> Entry:
+    """Entries, one behind the other along outputs.
+
+    Raises:
+      ValueError: they differ, or lie so that outputs are not rows.
+    """
+    first, axis = every[0], max(len(every[0].shape) - 2, 0)
+    for other, entry in zip(names, every, strict=True):
+        pairs = (e.shape[:axis] + e.shape[axis + 1 :] for e in (entry, first))
+        if entry.alike != first.alike or len({*pairs}) > 1:
+            raise ValueError(
+                f"{OP}: {names[0]!r} and {other!r} cannot be joined: they are {_said(first)} and "
+                f"{_said(entry)}"
+            )
+    fields = {**first.fields}
+    layouts = fields.get("scale_layout", ROW_MAJOR), fields.get("value_layout", ROW_MAJOR_VALUES)
+    is_plain = fields.get("axis", -1) == -1 and layouts == (ROW_MAJOR, ROW_MAJOR_VALUES)
+    if first.format is not None and not (is_plain and len(first.shape) > 1):
+        raise ValueError(
+            f"{OP}: {names[0]!r} cannot be joined: its blocks must run along the last of two axes "
+            "or more, and lie in rows; load it without join, and use jax_mx.concatenate"
+        )
+    if fields.get("window") == TILE and any(e.shape[axis] % TILE[0] for e in every[:-1]):
+        del fields["window"]  # a tile would have rows of two parts
+    whole = first.of(lambda tensors: joined(tensors[0].name, tensors, axis), *every[1:])
+    return dataclasses.replace(whole, fields=fields)
 
 
 def _said(entry: Entry) -> str:

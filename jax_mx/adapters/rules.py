@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
+import jax_mx
 from jax_mx.arrays.checks import shown
 from jax_mx.products.can_multiply import can_multiply
 from jax_mx.products.recipes import Recipe, check_recipe
@@ -41,6 +45,15 @@ def is_float(x: Any) -> bool:
     return getattr(x, "dtype", None) in (*map(jax.numpy.dtype, ("bfloat16", "float16", "float32")),)
 
 
+def _depth() -> int:
+    """The stack level of `warnings.warn` that shows the user's line, in no library's frame."""
+    libraries = tuple(f"{Path(file).parent}{os.sep}" for file in (jax_mx.__file__, jax.__file__))
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
 class Left:
     """The products that stay in floats though they were chosen; each is told once."""
 
@@ -52,7 +65,7 @@ class Left:
         sentence = f"{self._op}: {what} stays in floats: {why}"
         if sentence not in self._told:
             self._told.add(sentence)
-            warnings.warn(sentence, UserWarning, stacklevel=3)
+            warnings.warn(sentence, UserWarning, stacklevel=_depth())
 
     def takes(self, recipe: Any, how: Any, *operands: Any, where: str = "") -> bool:
         """Whether MX takes a product, see `can_multiply`; tells if not."""

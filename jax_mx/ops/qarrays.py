@@ -20,9 +20,12 @@ _NAN = 255  # the scale that stands for NaN
 def from_qarray(cls: Any, q: Any) -> Any:
     """See `MXArray.from_qarray`."""
     op = "from_qarray"
-    values, scale = getattr(q, "qvalue", None), getattr(q, "scale", None)
-    if values is None or scale is None:
-        raise TypeError(f"{op}: q must be a QArray of qwix, with qvalue and scale, got {shown(q)}")
+    values: Any = getattr(q, "qvalue", None)
+    scale: Any = getattr(q, "scale", None)
+    if not all(hasattr(part, "dtype") and hasattr(part, "ndim") for part in (values, scale)):
+        raise TypeError(
+            f"{op}: q must be a QArray of qwix, with arrays qvalue and scale, got {shown(q)}"
+        )
     if getattr(q, "zero_point", None) is not None:
         raise ValueError(f"{op}: q has a zero_point, MX has none; quantize floats symmetrically")
     formats = {f.storage: f for f in (MXFP8_E4M3, MXFP8_E5M2)} | {_FLOAT4: MXFP4_E2M1}

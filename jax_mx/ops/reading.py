@@ -119,6 +119,20 @@ def spread(tensor: Tensor, shape: Sequence[int], times: Sequence[int]) -> Tensor
     return Tensor(tensor.name, tuple(shape), tensor.dtype, read)
 
 
+def unpacked(tensor: Tensor) -> Tensor:
+    """Bytes of two elements as elements of float4."""
+    shape = (*tensor.shape[:-1], 2 * tensor.shape[-1])
+
+    def read(index: Slices) -> np.ndarray:
+        *rest, (start, stop) = bounds(index, shape)
+        packed = tensor.read((*itertools.starmap(slice, rest), slice(start // 2, -(-stop // 2))))
+        both = np.stack([packed & 15, packed >> 4], -1)
+        codes = both.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+        return codes[..., start % 2 : start % 2 + stop - start].view(FLOAT4)
+
+    return Tensor(tensor.name, shape, np.dtype(FLOAT4), read)
+
+
 # ---- files ---
 class Files:
     """Tensors by name, wherever they lie."""
@@ -245,7 +259,8 @@ def _weight_map(op: str, index: Path) -> dict[str, str]:
         names = content["weight_map"]
     except (ValueError, TypeError, KeyError, RecursionError):
         names = None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+    is_map = isinstance(names, dict) and all(isinstance(file, str) for file in names.values())
+    if not names or not is_map:
         raise ValueError(
             f'{op}: {index} has no "weight_map" of tensors and their files, as an {INDEX} has; '
             "fetch it again, or name the .safetensors files"
@@ -283,13 +298,14 @@ def placed_mx(
     sharding: jax.sharding.Sharding | None,
     **fields: Any,
 ) -> MXArray:
-    """An MXArray of codes and scales, both split alike, with blocks along the last axis.
+    """An MXArray of codes and scales, both split alike.
 
     Raises:
       ValueError: shards would cut blocks.
     """
     if sharding is not None:
-        elements = _shard_shape(op, values, sharding)[-1] * format.codes_per_byte
+        axis = fields.get("axis", -1)
+        elements = _shard_shape(op, values, sharding)[axis] * format.codes_per_byte
         if elements % BLOCK:
             raise ValueError(
                 f"{op}: {values.name!r} would be split into parts of {elements} elements, "
