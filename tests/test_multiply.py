@@ -294,7 +294,8 @@ def test_it_is_known_when_they_are_lowered():
         target = Target(platform, [chip])
         for count, eqn in ((1, forward), (2, backward)):
             names = multiply.names_of_floats(eqn.params["codes"], target)
-            if chip in ("sm_100", "gfx950", "cpu"):  # which multiply codes, or float32
+            # These multiply codes, or float32.
+            if chip in ("sm_100", "gfx942", "gfx950", "cpu"):
                 assert names == (), chip
                 continue
             assert names == ("dequantize",) * count, chip

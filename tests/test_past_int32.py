@@ -79,6 +79,7 @@ def layers(rows):
 REFUSALS = (ValueError, NotImplementedError, IndexError)
 
 
+@pytest.mark.filterwarnings("ignore:.*key that is a constant of the program")
 @pytest.mark.parametrize("rows", [2**31 - 32, 2**31 + 5, 2**32 + 33])
 @pytest.mark.parametrize("calls", [arrays, layers])
 def test_shapes_alone(calls, rows):

@@ -814,7 +814,7 @@ def test_a_product_of_an_older_program_has_no_window():
     """Static fields that a serialized recipe lacks have their defaults."""
     assert recipes._from_json(Product, b"[null]") == (None, None)
     assert recipes._from_json(Recipe, json.dumps(["mxfp8_e4m3"] * 3).encode())[3:] == (
-        jax_mx.RCEIL, 32, 32, None, None
+        jax_mx.RCEIL, 32, 32, None, None, "rhs"
     )  # fmt: skip
 
 

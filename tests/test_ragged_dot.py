@@ -160,7 +160,7 @@ def test_what_serves_what():
     assert served(*(mx(x, window=256) for x in across), "sm_90", sums=True) == "cutedsl"
     floats = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in across]
     assert served(*floats, "sm_90", sums=True) == "dequantize"
-    assert served(wide, mx(stack, window=128), "gfx950") == "dequantize"
+    assert served(wide, mx(stack, window=128), "gfx950") == "flydsl"
 
 
 @pytest.mark.parametrize(

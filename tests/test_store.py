@@ -196,7 +196,7 @@ def test_without_a_dsl_there_is_a_reason(cache, monkeypatch, caplog):
     monkeypatch.setattr(toolchains, "_installed", lambda name: None)
     assert "; pip install flydsl==0.5.0 ziglang==0.17.1 pyelf" in store.obstacle(AMD, ARCH)
     with pytest.raises(
-        compiler.CompileError, match=r"to compile it takes flydsl 0\.4\.2, it is not"
+        compiler.CompileError, match=r"to compile it takes flydsl 0\.5\.0, it is not"
     ):
         store.get(AMD, ARCH)
     monkeypatch.setattr(toolchains, "_installed", lambda name: "0.1")
