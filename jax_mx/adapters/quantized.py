@@ -57,7 +57,7 @@ def quantized(
         loss = jax_mx.quantized(loss, "mxfp8", where=r"layers/.*(attention|mlp)")
         loss = jax_mx.quantized(loss, where=lambda product: product.rhs.shape[-1] > 1024)
 
-    Its `dot_general`s and `ragged_dot`s become `jax_mx.dot_general` and `jax_mx.ragged_dot`,
+    Its products, dense or over groups, become `jax_mx.dot_general` and `jax_mx.ragged_dot`,
     wherever they stand: in jit, scan, while, cond, checkpoint, shard_map, and in functions with
     derivatives of their own. All else stays. jit, grad, vmap and meshes work as on f; transform the
     loss before it is differentiated, so that gradients' products are the recipe's. Each call traces

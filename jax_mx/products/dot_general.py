@@ -78,7 +78,7 @@ def dot_general(
         "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
         bfloat16; of few rows they read the codes of rhs as they lie; not where XLA splits the
         program among devices), "cutedsl_r8" and others (these with tiles of so many rows of lhs),
-        "flydsl" (our kernels on AMD's chips, of two `MXArray`s), "tcgen05" (our kernel on
+        "flydsl" (our kernels on AMD's chips, of operands in MX), "tcgen05" (our kernel on
         Blackwell), "blackwell" (JAX's kernels there, after dequantizing), "scaled_dot"
         (jax.lax.scaled_dot), "dequantize" (our kernels, then jax.lax.dot_general),
         "xla" (plain, runs everywhere); or None: what was measured to be the fastest, or is known
