@@ -27,6 +27,24 @@ SIZES: dict[str, dict] = {
 }
 
 
+def config_of(folder) -> dict:
+    """The config of a Llama, with what transformers assumes where it says nothing."""
+    config = json.loads((Path(folder) / "config.json").read_text())
+    config = {name: value for name, value in config.items() if value is not None}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        raise SystemExit(f"serve.py: {folder} scales positions by {scaling!r}, which it cannot do")
+    heads = config["num_attention_heads"]
+    return {
+        "head_dim": config["hidden_size"] // heads,
+        "num_key_value_heads": heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        **config,
+        **rope,
+    }
+
+
 def write(folder: Path, size: str) -> None:
     """Random weights with a Llama's names, in MXFP4 as compressed-tensors keeps it."""
     width, inner, layers, d, heads, groups, vocabulary, *_ = SIZES[size].values()

@@ -7,7 +7,6 @@
 """
 
 import argparse
-import json
 import re
 import runpy
 import tempfile
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 
 import jax_mx
 
+LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 RULES = {r".*(embed_tokens|lm_head).*": None, ".*": "mxfp8"}  # of a checkpoint in floats
 ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
@@ -85,27 +85,9 @@ def generate(config, steps, model, prompt):
     return jax.lax.scan(step, first, length + jnp.arange(steps))[1].T
 
 
-def config_of(folder) -> dict:
-    """The config of a Llama, with what transformers assumes where it says nothing."""
-    config = json.loads((Path(folder) / "config.json").read_text())
-    config = {name: value for name, value in config.items() if value is not None}
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
-        raise SystemExit(f"serve.py: {folder} scales positions by {scaling!r}, which it cannot do")
-    heads = config["num_attention_heads"]
-    return {
-        "head_dim": config["hidden_size"] // heads,
-        "num_key_value_heads": heads,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        **config,
-        **rope,
-    }
-
-
 def load(folder):
     """The config of a Llama, and its weights by layer."""
-    config = config_of(folder)
+    config = LLAMA["config_of"](folder)
     params = jax_mx.quantize_params(jax_mx.load_checkpoint(folder, join=JOIN), RULES)
     model = {"layers": [{} for _ in range(config["num_hidden_layers"])]}
     for name, w in params.items():
@@ -123,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as tiny:
         if not options.folder:
-            runpy.run_path(f"{Path(__file__).parent}/random_llama.py")["write"](Path(tiny), "tiny")
+            LLAMA["write"](Path(tiny), "tiny")
         config, model = load(options.folder or tiny)
     prompt = jnp.array([options.prompt], jnp.int32)
     run = jax.jit(partial(generate, config, options.steps)).lower(model, prompt).compile()

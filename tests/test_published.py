@@ -571,10 +571,10 @@ def test_the_example_reads_configs(tmp_path):
     serve = runpy.run_path(f"{examples}/serve.py")
     text = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": None, "rms_norm_eps": 3.0}
     (tmp_path / "config.json").write_text(json.dumps(text))
-    config = serve["config_of"](tmp_path)
+    config = serve["LLAMA"]["config_of"](tmp_path)
     assert config["head_dim"] == 32 and config["num_key_value_heads"] == 4
     assert_bits_equal(serve["norm"](config, jnp.ones(4), 2.0), np.ones(4, np.float32))
     for rope in ({"rope_scaling": {"type": "linear"}}, {"rope_parameters": {"rope_type": "yarn"}}):
         (tmp_path / "config.json").write_text(json.dumps(text | rope))
         with pytest.raises(SystemExit, match="scales positions by"):
-            serve["config_of"](tmp_path)
+            serve["LLAMA"]["config_of"](tmp_path)
