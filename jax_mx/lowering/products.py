@@ -150,7 +150,7 @@ def _of_matrices(floats, view: View) -> list:
 def amaxes_plan(dtype: np.dtype, source: Source = X, parts: int = 1) -> ProductPlan:
     """The plan of the amaxes of rows and columns: of floats of a dtype, which a source may make."""
     floats = "" if dtype == jnp.bfloat16 else dtype.name
-    return ProductPlan("amaxes", (), AMAX, False, 128, floats=floats, source=source, parts=parts)
+    return ProductPlan("amaxes", (), AMAX, False, TILE, floats=floats, source=source, parts=parts)
 
 
 def amax_of(floats, view: View, result: Result, by_kernel: bool):

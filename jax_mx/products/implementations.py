@@ -7,7 +7,6 @@ groups, and computes it; decide.py picks one.
 
 import dataclasses
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, dequantize
-from jax_mx.products import amd, blackwell, jax_blackwell, kernel_plans, kernels
+from jax_mx.products import amd, blackwell, kernel_plans, kernels, pallas
 from jax_mx.products.contraction import (
     SUMS,
     Contraction,
@@ -323,63 +322,6 @@ def _scale_floats(scales: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-# ---- JAX's own kernels of groups, of bfloat16 ---
-_PALLAS = "jax.experimental.pallas.ops.gpu"
-_MODULES = ("ragged_dot_mgpu", "transposed_ragged_dot_mgpu")
-_TILE = 128  # rows and columns
-_DEPTH = 64  # products that are summed at once
-_MANY = 64  # groups, which the kernel's search for a tile's group is unrolled over
-
-
-@functools.cache
-def _pallas_missing() -> str:
-    """The module of Pallas' kernels that this JAX lacks; empty where it has all."""
-    for name in _MODULES:
-        if importlib.util.find_spec(f"{_PALLAS}.{name}") is None:
-            return name
-    return ""
-
-
-def _pallas_support(contraction: Contraction, chips: Sequence[str]) -> Served:
-    name, numbers = "pallas", contraction.numbers
-    if missing := _pallas_missing():
-        return refused(name, contraction, f"wants {_PALLAS}.{missing}, which this JAX lacks")
-    if contraction.unsplit:
-        return refused(name, contraction, contraction.unsplit)
-    for chip in chips:
-        if chip != "sm_90":
-            return refused(name, contraction, f"has kernels for sm_90, none for {chip}")
-    kinds = {x.dtype for x in (contraction.lhs, contraction.rhs) if not isinstance(x, MXArray)}
-    if numbers.dtype != jnp.bfloat16 or kinds - {jnp.dtype(jnp.bfloat16)}:
-        return refused(name, contraction, "takes and gives bfloat16")
-    if contraction.groups > _MANY or not contraction.work:
-        return refused(name, contraction, f"takes arrays with elements, of {_MANY} groups at most")
-    sums = numbers.groups == SUMS
-    first = contraction.lhs.shape[contraction.free(0)[0]] if sums else contraction.length
-    second, tiles = contraction.columns, (_TILE if sums else _DEPTH, _TILE)
-    if first % tiles[0] or second % tiles[1]:
-        return refused(name, contraction, f"wants lengths that {tiles[0]} and {tiles[1]} divide")
-    return Served(name, reads_floats=True)
-
-
-def _pallas(contraction: Contraction, served: Served) -> jax.Array:
-    """Pallas' kernels for Hopper, with the tiles that were the fastest of those tried."""
-    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
-
-    del served
-    floats, lhs, rhs = kernels.swapped_floats, contraction.lhs, contraction.rhs
-    (left, right), sizes = contraction.axes, contraction.sizes
-    tiles: dict[str, Any] = {"block_m": _TILE, "block_n": _TILE, "block_k": _DEPTH}
-    tiles |= {"grid_block_n": 8, "max_concurrent_steps": 4, "group_sizes": sizes}
-    if contraction.numbers.groups == SUMS:
-        a, b = floats(lhs, left == -1), floats(rhs, right == -1)
-        return transposed_ragged_dot_mgpu.transposed_ragged_dot(a, b, **tiles)
-    a, b = floats(lhs, left == -2), floats(rhs)
-    y = ragged_dot_mgpu.ragged_dot(a, b, transpose_rhs=right == -1, **tiles)
-    row = jnp.arange(y.shape[0], dtype=jnp.int32)[:, None]
-    return jnp.where(row < sizes.sum(), y, 0)  # the kernel does not write the rows behind groups
-
-
 # ---- the table ---
 def _tiling(tile: int) -> ProductImplementation:
     """Our kernels with one tiling, which `autotune` measures."""
@@ -420,12 +362,12 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
             _on(chip_table.SCALED_DOT.__contains__), ops=(DENSE,), splits_itself=True,
         ),
         ProductImplementation(
-            "pallas", "cuda", _pallas_support, _pallas,
+            pallas.HOPPER, "cuda", pallas.hopper_support, pallas.run_hopper,
             _on(lambda chip: chip_table.arch_of(chip) == "sm_90a"), ops=(GROUPED,),
         ),
         ProductImplementation(
-            jax_blackwell.NAME, "cuda", jax_blackwell.support, jax_blackwell.run,
-            jax_blackwell.preferred, executed="dense ones in JAX's interpreter, others nowhere",
+            pallas.BLACKWELL, "cuda", pallas.blackwell_support, pallas.run_blackwell,
+            pallas.prefers_blackwell, executed="dense ones in JAX's interpreter, others nowhere",
         ),
         ProductImplementation("dequantize", "any", _any("dequantize", True), _dequantize, _on_gpus),
         ProductImplementation("xla", "any", _any("xla", False), _plain, _always),
