@@ -33,7 +33,7 @@ BASE = "floats, gather"
 
 
 def dispatch(own: int, wire: str, way: str) -> Any:
-    """What brings tokens (T, D) to shards of so many experts, which they choose."""
+    """A function that brings tokens (T, D) to shards of so many experts, which they choose."""
 
     def shard(x: jax.Array, experts: jax.Array, weights: jax.Array) -> Any:
         trip = wires.travel("d", wire, way, experts, own, x.shape[1])
