@@ -33,27 +33,6 @@ from jax_mx.products.recipes import Chosen, Recipe
 Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
 
 
-# ---- derivatives of derivatives ---
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def once_derived(op: str, *args: Any) -> tuple[Any, ...]:
-    """The function returns its arguments, and raises in any second derivative.
-
-    Codes carry no derivative, so a second derivative would silently lack a part. The forward pass
-    guards inputs and `MARK` together, and keeps the guarded `MARK`. The backward pass guards its
-    gradient beside the kept `MARK`. JAX deletes a guard without a reader; the kept `MARK` is one.
-    """
-    del op
-    return args
-
-
-MARK = np.zeros((), bool)
-
-
-@once_derived.defjvp
-def _derived_again(op: str, *_: Any) -> Any:
-    return primitive.no_second(op)
-
-
 def values_of(op: str, args: Any, quantized: Any) -> Any:
     """The values of what `symbolic_zeros` hands to a forward pass.
 
@@ -393,7 +372,7 @@ def _forward(
 def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
     perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args]
     lhs, lhs_q, rhs, rhs_q, sizes, recipe = values_of(static.op, args, (args[1], args[3]))
-    lhs, rhs, mark = once_derived(static.op, lhs, rhs, MARK)
+    lhs, rhs, mark = primitive.once_derived(static.op, lhs, rhs, primitive.MARK)
     # A frozen operand gets no gradient, whoever asks for what.
     dgrad, wgrad = perturbed[0], perturbed[2]
     y, (a, b) = _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, (wgrad, dgrad))
@@ -447,7 +426,7 @@ def _bwd(static: Static, residual: tuple, dy: Any) -> tuple[Any, ...]:
     a, b = _wanted(a), _wanted(b)
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 6
-    dy, _ = once_derived(static.op, dy, mark)
+    dy, _ = primitive.once_derived(static.op, dy, mark)
     gradients = _gradients if static.layout is not None else _gradients_of_groups
     dlhs, drhs = gradients(static, dy, a, b, (sizes, groups), recipe, lhs, rhs)
     return dlhs, None, drhs, None, None, None

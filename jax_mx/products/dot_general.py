@@ -102,12 +102,40 @@ def dot_general(
         recipe whose forward has a Hadamard transform.
       NotImplementedError: the named implementation does not serve the call.
     """
-    op = "dot_general"
+    return multiplied(
+        "dot_general",
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        recipe=recipe,
+        out_sharding=out_sharding,
+        implementation=implementation,
+        fallback=fallback,
+    )
+
+
+def multiplied(
+    op: str,
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Any = AUTO,
+    out_sharding: Any = None,
+    implementation: str | None = None,
+    fallback: Fallback = None,
+) -> jax.Array:
+    """`dot_general`, by the name of the function that a caller wrote."""
     if is_floats(recipe):
         floats = as_floats(lhs, rhs)
         return _by_jax(floats, dimension_numbers, precision, preferred_element_type, out_sharding)
     if is_left(lhs, rhs, recipe):
         return with_weight_first(
+            op,
             lhs,
             rhs,
             dimension_numbers,
@@ -166,7 +194,13 @@ def is_left(lhs: Any, rhs: Any, recipe: Any) -> bool:
 
 
 def with_weight_first(
-    w: Any, x: Any, numbers: DimensionNumbers, *args: Any, out_sharding: Any = None, **kwargs: Any
+    op: str,
+    w: Any,
+    x: Any,
+    numbers: DimensionNumbers,
+    *args: Any,
+    out_sharding: Any = None,
+    **kwargs: Any,
 ) -> jax.Array:
     """`dot_general` of a weight and of activations: the recipe's rhs and lhs."""
     swapped = swapped_numbers(numbers)
@@ -176,7 +210,7 @@ def with_weight_first(
     order = (*order, *range(batch, split))
     if out_sharding is not None:
         kwargs["out_sharding"] = _reordered(out_sharding, order)
-    y = dot_general(x, w, swapped, *args, **kwargs)
+    y = multiplied(op, x, w, swapped, *args, **kwargs)
     return placed(y.transpose(order), out_sharding)
 
 
