@@ -240,6 +240,38 @@ def test_chains_that_failed(case):
         np.testing.assert_allclose(case.result(case.functions()[0]), plain(x), atol=1e-4)
 
 
+SECOND = {
+    "rms_norm": lambda x: jax_mx.rms_norm(x, W[0]).floats,
+    "codes": lambda x: jax_mx.rms_norm(x, W[0], format="mxfp8_e4m3", floats=True).floats,
+    "fake_quantize": lambda x: jax_mx.fake_quantize(x, clip=True),
+    "hadamard": jax_mx.hadamard,
+    "gated": jax_mx.gated,
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_in_a_scan(name):
+    """JAX's scan forgets rules of custom_jvp, and second derivatives lacked a part, in silence."""
+    columns = jnp.arange(64.0)
+    x = jnp.asarray(RNG.standard_normal((2, 64)), jnp.float32)
+
+    def second(loop):
+        def loss(x):
+            return total(
+                jax.tree.map(lambda y: y**2 * columns[: y.shape[-1]], loop(SECOND[name])(x))
+            )
+
+        return jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())
+
+    scan, calls = INNER["scan"]
+    if name == "gated":
+        with pytest.raises(NotImplementedError, match="^gated: swiglu has first derivatives"):
+            second(scan)(x)
+        return
+    got, want = (np.asarray(second(loop)(x)) for loop in (scan, calls))
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
 def _norm(x):
     total = x + x
     return total * jax.lax.rsqrt((total * total).mean(-1, keepdims=True) + 1e-6) * W[0]

@@ -328,7 +328,7 @@ def _of_floats_jvp(static: Static, primals: tuple, tangents: tuple) -> tuple[jax
 
     kept = a if wgrad else None, b if dgrad else None
     moved = [t for t, is_asked in zip(tangents, asked, strict=False) if is_asked]
-    return y, primitive.linear(transposed, kept, moved, y)
+    return y, primitive.linear(transposed, kept, moved, [y])[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
