@@ -643,9 +643,10 @@ def bilinear(primitive: Primitive, plain: Callable[..., Callable | None], refuse
         if f is None:
             return refuse(**params)
         (a, b, *_), (da, db, *_) = primals, tangents
-        parts = [] if type(da) is ad.Zero else [f(da, b)]
-        parts += [] if type(db) is ad.Zero else [f(a, db)]
-        return primitive.bind(*primals, **params), [functools.reduce(jnp.add, parts)]
+        parts = [] if type(da) is ad.Zero else [(da, b)]
+        parts += [] if type(db) is ad.Zero else [(a, db)]
+        y, *parts = (primitive.bind(*pair, *primals[2:], **params)[0] for pair in [(a, b), *parts])
+        return [y], [functools.reduce(jnp.add, parts)]
 
     def transpose(cotangents: Any, a: Any, b: Any, *rest: Any, **params: Any) -> list:
         avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in (a, b, *rest)]
