@@ -265,7 +265,7 @@ def test_second_derivatives_in_a_scan(name):
 
     scan, calls = INNER["scan"]
     if name == "gated":
-        with pytest.raises(NotImplementedError, match="^gated: swiglu has first derivatives"):
+        with pytest.raises(NotImplementedError, match=r"^gated: swiglu has first"):
             second(scan)(x)
         return
     got, want = (np.asarray(second(loop)(x)) for loop in (scan, calls))

@@ -66,7 +66,7 @@ def rms_norm(
     and y is rounded to x's dtype, and that is quantized. A NaN in x makes its row NaN; of a row
     with an infinity, or squares beyond float32, elements are 0, and NaN where x is infinite.
 
-    Where floats are given, differentiable in reverse mode, any number of times, to x, residual and
+    Where floats are given, differentiable in any mode, any number of times, to x, residual and
     weight, for floats, sum and factors; in float32, from sum and factors, which is all that is
     kept. Codes have no derivative.
 
