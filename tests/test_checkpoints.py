@@ -384,7 +384,7 @@ def test_what_a_gpu_holds_is_saved(format, tmp_path):
     pytest.importorskip("safetensors")
     x = jnp.asarray(random_bits((256, 512), jnp.bfloat16))
     q = jax_mx.quantize(x, format)
-    tensors = {"q": q, "x": x, "parts": q[64:128], "one": jnp.float32(3)}
+    tensors = {"one": jnp.float32(3), "parts": q[64:128], "q": q, "x": x}
     jax_mx.save_safetensors(tensors, tmp_path / "gpu")
     jax_mx.save_safetensors(jax.device_get(tensors), tmp_path / "host")
     assert (tmp_path / "gpu").read_bytes() == (tmp_path / "host").read_bytes()
