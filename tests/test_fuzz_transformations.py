@@ -282,3 +282,17 @@ def _norm(x):
 def test_many_chains(part):
     computed = sum(check(Case.drawn(seed)) for seed in range(100 + 20 * part, 120 + 20 * part))
     assert computed > 3
+
+
+@pytest.mark.parametrize("name", ["mlp", "matmul bf16", "rms_norm", "gated"])
+def test_one_cotangent_for_a_batch(name):
+    """What a gradient keeps is mapped, and no operand of a product is; no tracer leaks."""
+    x, call = jnp.stack(copies(W)), CALLS[name]
+    dy = jnp.ones(jax.eval_shape(call, W).shape)
+
+    def gradient(x):
+        return jax.vjp(call, x)[1](dy)[0]
+
+    with jax.checking_leaks():
+        got = jax.vmap(gradient)(x)
+    np.testing.assert_array_equal(got, jnp.stack([*map(gradient, x)]))

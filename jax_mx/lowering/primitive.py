@@ -516,12 +516,13 @@ def linear(
       like: arrays of the results' types.
     """
     leaves, tree = jax.tree.flatten(kept)
+    count = len(leaves)
 
     def of_leaves(*args: Any) -> tuple[Any, ...]:
-        return tuple(transposed(tree.unflatten(args[: len(leaves)]), *args[len(leaves) :]))
+        return tuple(transposed(tree.unflatten(args[:count]), *args[count:]))
 
     types = tuple(map(jax.typeof, like))
-    params = {"transposed": of_leaves, "count": len(leaves), "like": types}
+    params = {"transposed": of_leaves, "count": count, "like": types}
     return linear_p.bind(*leaves, *tangents, **params)
 
 

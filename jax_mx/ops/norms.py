@@ -1,5 +1,6 @@
 """`rms_norm`: root mean square norms, as floats with a derivative and quantized."""
 
+import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -200,11 +201,12 @@ def _normed(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) ->
         given = y, total, factor[..., 0]
 
     def tangents_of(outs: list, args: list, tangents: list) -> list[jax.Array]:
+        asked = [t is not None for t in tangents]
+
         def transposed(kept: tuple, *cotangents: jax.Array) -> list[jax.Array]:
             dx, dweight = _gradients(kept, cotangents)
             of_all = jax.tree.leaves((dx, dx if is_sum else None, dweight))
-            asked = zip(tangents, of_all, strict=True)
-            return [gradient for t, gradient in asked if t is not None]
+            return [*itertools.compress(of_all, asked)]
 
         kept = (*outs[1:], tree.unflatten(args)[-1])
         return primitive.linear(transposed, kept, [t for t in tangents if t is not None], outs)

@@ -79,6 +79,8 @@ def _batch(args: Any, dims: Any, *, tree: Any, numbers: Numbers) -> tuple[list, 
     if like is not None:
         tree = jax.tree.structure((*sides, None))
         return _batch(args[:-1], dims[:-1], tree=tree, numbers=numbers)
+    if all(d is None for d in dims):  # what is mapped was `like` alone
+        return product_p.bind(*args, tree=tree, numbers=numbers), [None]
     if numbers.groups:
         bind: Any = functools.partial(product_p.bind, tree=tree, numbers=numbers)
         return primitive.one_by_one(bind, args, dims)
