@@ -432,31 +432,6 @@ def no_second(op: str, *_: Any, **__: Any) -> Any:
     )
 
 
-once_derived_p = Primitive("mx_once_derived")  # the identity of several arrays
-once_derived_p.multiple_results = True
-once_derived_p.def_abstract_eval(lambda *args, op: args)
-once_derived_p.def_impl(lambda *args, op: args)
-mlir.register_lowering(once_derived_p, lambda _, *args, op: args)
-batching.primitive_batchers[once_derived_p] = lambda args, dims, *, op: (
-    once_derived_p.bind(*args, op=op),
-    dims,
-)
-ad.primitive_jvps[once_derived_p] = lambda *_, op: no_second(op)
-
-
-def once_derived(op: str, *args: Any) -> Any:
-    """The function returns its arguments, and raises in any second derivative.
-
-    Codes carry no derivative, so a second derivative would silently lack a part. The forward pass
-    guards inputs and `MARK` together, and keeps the guarded `MARK`. The backward pass guards its
-    gradient beside the kept `MARK`. JAX deletes a guard without a reader; the kept `MARK` is one.
-    """
-    leaves, tree = jax.tree.flatten(args)
-    return tree.unflatten(once_derived_p.bind(*leaves, op=op))
-
-
-MARK = np.zeros((), bool)
-
 reverse_only_p = Primitive("mx_reverse_only")  # the identity
 reverse_only_p.def_abstract_eval(lambda x, **_: x)
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
 from jax_mx.facts.formats import BLOCK
@@ -31,6 +33,31 @@ from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
 from jax_mx.products.recipes import Chosen, Recipe
 
 Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
+
+
+# ---- derivatives of derivatives ---
+once_derived_p = Primitive("mx_once_derived")  # the identity of the first operand
+once_derived_p.def_abstract_eval(lambda x, *_, op: x)
+once_derived_p.def_impl(lambda x, *_, op: x)
+mlir.register_lowering(once_derived_p, lambda _, x, *__, op: [x])
+batching.primitive_batchers[once_derived_p] = lambda args, dims, *, op: (
+    once_derived_p.bind(*args, op=op),
+    dims[0],
+)
+ad.primitive_jvps[once_derived_p] = lambda *_, op: primitive.no_second(op)
+
+
+def once_derived(op: str, x: Any, *others: Any) -> jax.Array:
+    """The function returns x, and raises in any second derivative, by `others` too.
+
+    Codes carry no derivative, so a second derivative would silently lack a part. The forward pass
+    keeps a `MARK` that its inputs guard. The backward pass guards its gradient by that `MARK`. JAX
+    deletes a guard without a reader; the kept `MARK` is one.
+    """
+    return once_derived_p.bind(x, *jax.tree.leaves(others), op=op)
+
+
+MARK = np.zeros((), bool)
 
 
 def values_of(op: str, args: Any, quantized: Any) -> Any:
@@ -372,7 +399,7 @@ def _forward(
 def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
     perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args]
     lhs, lhs_q, rhs, rhs_q, sizes, recipe = values_of(static.op, args, (args[1], args[3]))
-    lhs, rhs, mark = primitive.once_derived(static.op, lhs, rhs, primitive.MARK)
+    mark = once_derived(static.op, MARK, lhs, rhs)
     # A frozen operand gets no gradient, whoever asks for what.
     dgrad, wgrad = perturbed[0], perturbed[2]
     y, (a, b) = _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, (wgrad, dgrad))
@@ -426,7 +453,7 @@ def _bwd(static: Static, residual: tuple, dy: Any) -> tuple[Any, ...]:
     a, b = _wanted(a), _wanted(b)
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 6
-    dy, _ = primitive.once_derived(static.op, dy, mark)
+    dy = once_derived(static.op, dy, mark)
     gradients = _gradients if static.layout is not None else _gradients_of_groups
     dlhs, drhs = gradients(static, dy, a, b, (sizes, groups), recipe, lhs, rhs)
     return dlhs, None, drhs, None, None, None

@@ -15,6 +15,7 @@ from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
+    check_out_sharding,
     check_quantized,
     is_exact,
     operand_of,
@@ -130,6 +131,7 @@ def multiplied(
     fallback: Fallback = None,
 ) -> jax.Array:
     """`dot_general`, by the name of the function that a caller wrote."""
+    check_out_sharding(op, out_sharding)
     if is_floats(recipe):
         floats = as_floats(lhs, rhs)
         return _by_jax(floats, dimension_numbers, precision, preferred_element_type, out_sharding)

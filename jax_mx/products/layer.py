@@ -31,7 +31,7 @@ from jax_mx.ops.activations import Gated, gradients_of_parts, known_gradients_of
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
 from jax_mx.ops.quantizing import WithSums
-from jax_mx.products.derivative import Side, Static, side_of, values_of
+from jax_mx.products.derivative import MARK, Side, Static, once_derived, side_of, values_of
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import Unquantized
 from jax_mx.products.recipes import Recipe
@@ -326,8 +326,7 @@ def _layer(
 def _fwd(static: Layer, *args: Any) -> tuple:
     first, second = args[1]
     given, quantized, routing, recipes = values_of(static.op, args, (*first, second))
-    *floats, mark = primitive.once_derived(static.op, *given, primitive.MARK)
-    given = Inputs(*floats)
+    mark = once_derived(static.op, MARK, given)
     y, kept = _forward(static, given, quantized, routing, recipes, keep=True)
     if not static.moves.in_rounds:
         return y, (kept, None, mark)
@@ -415,7 +414,7 @@ def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple
     kept, again, mark = residual
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 4
-    dy, _ = primitive.once_derived(static.op, dy, mark)
+    dy = once_derived(static.op, dy, mark)
     gradients = _backward(static, kept, dy)
     if again is None:
         return gradients, None, None, None
