@@ -322,7 +322,6 @@ TAKERS = {  # a name that refusals begin with, a call, what it takes of the abov
     "dot_general": (lambda x: jax_mx.dot_general(M, M, x), set()),
     "rms_norm": (jax_mx.rms_norm, {"lines", "scalar"}),
     "MXArray.reshape": (Q.reshape, set()),
-    "dequantize": (Q.dequantize, {"type", "scalar"}),
     "concatenate": (jax_mx.concatenate, set()),
     "quantized": (jax_mx.quantized, {"type"}),
 }

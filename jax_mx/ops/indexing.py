@@ -272,7 +272,7 @@ def reshaped(op: str, q: MXArray, shape: Any) -> MXArray:
     like = jax.ShapeDtypeStruct(old, jnp.uint8)
     try:
         new = jax.eval_shape(lambda a: a.reshape(shape), like).shape
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AssertionError) as error:  # an assertion: of keys
         raise TypeError(
             f"{op}: {old} has no shape {shown(shape)}; give ints, or a tuple of them, for as many "
             "elements"
