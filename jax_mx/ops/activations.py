@@ -259,7 +259,7 @@ def _gated(y: Any, each: tuple[jax.Array, ...], weights: Any, name: str) -> jax.
         y = reference.gated(*tree.unflatten(map(jax.lax.stop_gradient, leaves)), name)
 
     def rule(outs: list, args: list, tangents: list) -> list[jax.Array]:
-        return [_changed(*outs, *map(tree.unflatten, (args, tangents)), name)]
+        return [_changed(outs[0], tree.unflatten(args), tree.unflatten(tangents), name)]
 
     return derived([y], leaves, rule)[0]
 
