@@ -286,7 +286,7 @@ def test_many_chains(part):
 
 @pytest.mark.parametrize("name", ["mlp", "matmul bf16", "rms_norm", "gated"])
 def test_one_cotangent_for_a_batch(name):
-    """What a gradient keeps is mapped, and no operand of a product is; no tracer leaks."""
+    """A gradient keeps mapped arrays, and no operand of its product is mapped; no tracer leaks."""
     x, call = jnp.stack(copies(W)), CALLS[name]
     dy = jnp.ones(jax.eval_shape(call, W).shape)
 

@@ -485,7 +485,7 @@ def linear(
     mode transposes that, when it executes or lowers the tangent.
 
     Args:
-      transposed: gives the cotangents of tangents, from what is kept and those of the results.
+      transposed: gives cotangents of tangents, from what is kept and the results' cotangents.
       kept: a pytree of arrays.
       tangents: arrays.
       like: arrays of the results' types.
@@ -570,13 +570,13 @@ derived_p.multiple_results = True
 def derived(values: Sequence[jax.Array], args: Sequence[jax.Array], rule: Callable) -> list:
     """The values, which are a function of `args`, with its derivatives of any order and mode.
 
-    It is what a `jax.custom_jvp` is. Of that, JAX's scan forgets the rule when it looks for what
-    all steps share, and second derivatives then lack a part, in silence. A primitive's rule stays.
+    It is what a `jax.custom_jvp` is. JAX's scan forgets a rule of that when it looks for what all
+    steps share, and second derivatives then lack a part, in silence. A primitive's rule stays.
 
     Args:
       values: made of `args` under `jax.lax.stop_gradient`, or by a kernel.
       args: arrays.
-      rule: from results, `args` and the tangents of these, None for zero: those of the results.
+      rule: gives the results' tangents, from results, `args` and their tangents; None is zero.
     """
     return derived_p.bind(*values, *args, count=len(values), rule=rule)
 
