@@ -585,7 +585,7 @@ def _jvp_of_derived(primals: Any, tangents: Any, *, count: int, rule: Callable) 
     outs = derived_p.bind(*primals, count=count, rule=rule)  # what is kept has derivatives
     tangents = [None if type(t) is ad.Zero else t for t in tangents[count:]]
     if all(t is None for t in tangents):
-        return outs, [*map(ad.Zero.from_primal_value, outs)]
+        return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
     return outs, [*rule(outs, [*primals[count:]], tangents)]
 
 

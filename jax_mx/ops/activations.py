@@ -256,7 +256,8 @@ def _gated(y: Any, each: tuple[jax.Array, ...], weights: Any, name: str) -> jax.
     """y where it is given, else what it is; nothing is differentiated through y."""
     leaves, tree = jax.tree.flatten((each, weights))
     if y is None:
-        y = reference.gated(*tree.unflatten(map(jax.lax.stop_gradient, leaves)), name)
+        fixed: Any = tree.unflatten(map(jax.lax.stop_gradient, leaves))
+        y = reference.gated(fixed[0], fixed[1], name)
 
     def rule(outs: list, args: list, tangents: list) -> list[jax.Array]:
         return [_changed(outs[0], tree.unflatten(args), tree.unflatten(tangents), name)]
