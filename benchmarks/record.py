@@ -24,7 +24,7 @@ from benchmarks import shapes
 RESULTS = Path(__file__).parent / "results"
 LARGE = shapes.spell(shapes.REQUIRED[0])
 _SOURCES = "quantizers --source"
-_MIXTURE = '"bf16, Pallas" "bf16, lax.ragged_dot" auto "auto, gather" "auto, rounds"'
+_MIXTURE = '"bf16, Pallas" "bf16, lax.ragged_dot" "auto, gather" "auto, rounds"'
 _LAYER = "--tokens 4096 16384 --ways 'mx, *' --cases 'dispatch, *' 'mxfp8, windows*'"
 _AUTO = 'auto "auto, mlp" "auto, mlp, once"'
 # For each table how its file's name goes on behind the chip's, and what measures it. Where several
@@ -80,7 +80,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         '"jit: gather_weight, forward"'),
     "sharded": ("x4_sharded", "sharded --form all --require"),
     "moe_ways": ("x4_moe", f"moe_sharded {_LAYER} --k 1 2"),
-    "moe_data": ("x4_moe", f"moe_sharded {_LAYER} --k 2 --data 2"),
+    "moe_data": ("x4_moe_data", f"moe_sharded {_LAYER} --k 2 --data 2"),
     "moe_step_sharded": ("x4_moe_step",
         'moe_step --devices 1 2 4 --steps 100 --ways "bf16, Pallas" "mxfp8, windows of 256"'),
     "mixture": ("x4_mixture", f"mixture --devices 4 --ways {_MIXTURE}"),
