@@ -173,9 +173,8 @@ def test_the_oracle_on_sixteen_devices(name):
 def split(shape: tuple[int, int], way: str | None):
     """The layer with its gradients on so many shards of data and of experts."""
     devices = jax.devices()[: shape[0] * shape[1]]
-    kinds = (AxisType.Auto, AxisType.Explicit)
-    kind = kinds[shape[0] > 1]
-    mesh = jax.make_mesh(shape, ("data", "expert"), axis_types=(kind,) * 2, devices=devices)
+    axes = ((AxisType.Auto, AxisType.Explicit)[shape[0] > 1],) * 2
+    mesh = jax.make_mesh(shape, ("data", "expert"), axis_types=axes, devices=devices)
     return with_gradients(expert_axis="expert", way=way, wire="floats"), mesh
 
 
@@ -306,7 +305,7 @@ def test_slots_do_not_grow_with_devices(k):
 
 @pytest.mark.thorough
 def test_temporaries_do_not_grow_with_devices():
-    """Of a layer that XLA compiled, forward and backward."""
+    """XLA compiles the layer, forward and backward, and says what it plans."""
     code = """
         k = 2
         for e in (4, 64):
