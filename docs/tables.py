@@ -786,7 +786,7 @@ def speed_moe_ways(file: str = "h100x4_moe", name: str = "moe_ways") -> list[str
         [
             (what, f"{tokens:,}", k, f"{us:.0f}", f"{own:.0f}", f"{own / us:.2f}")
             for (what, tokens, k, moves), us in by.items()
-            if moves == "mx, gather" and (own := by[what, tokens, k, "mx, rounds"])
+            if moves == "mx, gather" and (own := by.get((what, tokens, k, "mx, rounds")))
         ],
     )
     return [*lines, "", caption(about, command(name), EVERY)]
