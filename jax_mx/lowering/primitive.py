@@ -702,6 +702,17 @@ def _without_unread(unread: Callable, used: Sequence[bool], eqn: Any) -> tuple[l
     return [True] * len(eqn.invars), eqn.replace(outvars=outvars, params=unread(used, eqn.params))
 
 
+def drops_unread(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Lets a rule say what is left of an equation some of whose results nobody reads.
+
+    Args:
+      primitive: whose equations they are.
+      rule: takes for each result whether it is read, and the equation; returns for each operand
+        whether it still is, and the equation that is left, or None.
+    """
+    partial_eval.dce_rules[primitive] = rule
+
+
 def looked_into(primitive: Primitive, jaxpr: str) -> None:
     """Lets jax.checkpoint's policies look into a primitive, as into a jitted function.
 
@@ -715,7 +726,18 @@ def looked_into(primitive: Primitive, jaxpr: str) -> None:
     def rule(saveable, unknown, instantiated, eqn):
         body = {"call_jaxpr": eqn.params[jaxpr]}
         own = eqn.replace(primitive=call, params=body)
-        return rules[call](saveable, unknown, instantiated, own)
+        parts = rules[call](saveable, unknown, instantiated, own)
+        _, _, unknown_out, instantiated_out, kept = parts
+        is_whole = all(any(var is operand for operand in eqn.invars) for var in kept)
+        if any(unknown_out) or not all(instantiated_out) or not is_whole:
+            return parts
+        # Nothing in it is kept: both passes have all of it, and it stays one equation.
+        lacking = [
+            var
+            for var, is_there in zip(eqn.invars, instantiated, strict=True)
+            if isinstance(var, core.Var) and not is_there
+        ]
+        return eqn, eqn, unknown_out, instantiated_out, lacking
 
     rules[primitive] = rule
 
