@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import jax_mx
-from jax_mx.command import pictures
 from jax_mx.facts import files
 from jax_mx.facts.content import key_of
 from jax_mx.kernels.shipped import SHIPPED
@@ -187,14 +186,13 @@ def test_no_folder_has_room_now_and_one_has_later(cache, monkeypatch):
 
 
 @each_fault
-@pytest.mark.parametrize("call", ["Choice.save", "save_safetensors", "--plot"])
+@pytest.mark.parametrize("call", ["Choice.save", "save_safetensors"])
 def test_what_a_caller_saves(call, operation, first, error, tmp_path, monkeypatch):
     """It is saved, or one sentence names the call and the disk; the old file stays whole."""
     path = tmp_path / "file.html"
     save = {
         "Choice.save": lambda notes: Choice((), notes).save(path),
         "save_safetensors": lambda notes: jax_mx.save_safetensors({notes[0]: jnp.ones(3)}, path),
-        "--plot": lambda notes: pictures.write(path, [], [], notes),
     }[call]
     if call == "save_safetensors":
         pytest.importorskip("safetensors")
