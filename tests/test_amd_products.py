@@ -170,6 +170,7 @@ def test_extreme_scales(variant, arch):
     compare(variant, arch, (20, 33, 96), sizes, edit=edit)
 
 
+@pytest.mark.sampled(2)
 @binaries
 @pytest.mark.parametrize("tiles", [(1, 1, 1, 1), (1, 0, 0, 1), (0, 1, 1, 0)], ids=str)
 def test_operands_in_tiles(variant, arch, tiles):

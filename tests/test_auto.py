@@ -159,6 +159,7 @@ def small(name):
     return f, [floats((64, 64)), *(floats(shape, i) / 8 for i, shape in enumerate(cut, 1))]
 
 
+@pytest.mark.sampled(2)
 @each_call
 def test_the_default_is_mxfp8_here(name):
     f, args = small(name)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -14,7 +15,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import jax
@@ -186,25 +187,33 @@ def _has(value: Any, kinds: tuple[type, ...], depth: int = 4) -> bool:
     return any(_has(each, kinds, depth - 1) for each in value)
 
 
+@functools.cache
+def _parameters(code: CodeType) -> tuple[str, tuple[str, ...]]:
+    """The module of a function of jax_mx, and its parameters; none where it is another's."""
+    package, path = Path(jax_mx.__file__).parent, Path(code.co_filename)
+    if code.co_name.startswith("<") or package not in path.parents:
+        return "", ()
+    flags = (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS)
+    count = code.co_argcount + code.co_kwonlyargcount + sum(bool(code.co_flags & f) for f in flags)
+    return path.relative_to(package).with_suffix("").as_posix(), code.co_varnames[:count]
+
+
 @contextlib.contextmanager
 def followed(kinds: tuple[type, ...]) -> Iterator[list[str]]:
     """The modules of jax_mx whose functions are called with a value of these types, in order.
 
     Those that are called one after the other in a module are one station.
     """
-    package, found = Path(jax_mx.__file__).parent, []
+    found: list[str] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        path = Path(code.co_filename)
-        if event != "call" or code.co_name.startswith("<") or package not in path.parents:
+        if event != "call":
             return
-        many = bool(code.co_flags & inspect.CO_VARARGS) + bool(
-            code.co_flags & inspect.CO_VARKEYWORDS
-        )
-        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + many]
-        module = path.relative_to(package).with_suffix("").as_posix()
-        if found[-1:] != [module] and any(_has(frame.f_locals.get(n), kinds) for n in names):
+        module, names = _parameters(frame.f_code)
+        if not names or found[-1:] == [module]:
+            return
+        values = frame.f_locals
+        if any(_has(values.get(name), kinds) for name in names):
             found.append(module)
 
     before = sys.getprofile()

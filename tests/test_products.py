@@ -511,6 +511,7 @@ def turned(seed):
     return Recipe(forward=turn, dgrad=turn, wgrad=turn)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["matmul", "mlp", "ragged_dot", "moe"])
 def test_signs_are_those_of_the_quantized_weight(what):
     """What meets it is rotated as it was, whatever the signs of the product's recipe.
@@ -755,6 +756,7 @@ def test_second_derivatives_are_refused():
             jax.hessian(lambda x, f=f: f(x).sum())(x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", ["dot_general", "ragged_dot", "mlp", "moe"])
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
 def test_second_derivatives_by_a_quantized_weight_are_refused(op, wrap):

@@ -124,6 +124,7 @@ def test_masters_are_float32_beside_other_activations(dtype):
     assert jax_mx.ragged_dot(x, experts, jnp.asarray([20, 28], jnp.int32)).dtype == dtype
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["rows", "mxfp8"])
 def test_layers_in_a_scan(name):
     """The scan slices what was quantized; nothing of a weight is quantized again."""
