@@ -26,8 +26,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Recipe
 
-pytestmark = pytest.mark.optimized
-
 P = PartitionSpec
 ROWS = P("a")
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"

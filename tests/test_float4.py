@@ -22,8 +22,6 @@ import jax_mx
 from jax_mx import MXArray
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 
-pytestmark = pytest.mark.optimized
-
 P = PartitionSpec
 FP4 = partial(jax_mx.quantize, format="mxfp4_e2m1")
 # Of every byte, its two elements.

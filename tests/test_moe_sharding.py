@@ -21,7 +21,6 @@ from jax_mx.experts import wires
 from jax_mx.experts.costs import WAYS
 
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
-pytestmark = pytest.mark.optimized
 TOKENS, K, D, I, E = 64, 2, 64, 128, 8  # noqa: E741
 ROWS = P(("data", "expert"))
 MESHES = {
