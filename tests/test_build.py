@@ -68,7 +68,7 @@ def _places(dsl: str) -> list[Path]:
     found = [path for folder in folders for path in (package / folder).glob("*.py")]
     shared = ("entry.py", "geometry.py", "noise.py", "tuning.py")
     found += [package / "kernels" / name for name in shared]
-    return [path.relative_to(package) for path in found if path.stem != "gcn"]
+    return [path.relative_to(package) for path in found]
 
 
 def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:

@@ -173,7 +173,7 @@ def test_microbatches_share_it():
 
 
 # ---- devices ---
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["rows", "tiles"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_codes_move_where_devices_have_parts(name, kind):
