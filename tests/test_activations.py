@@ -316,6 +316,7 @@ def test_the_float_of_other_floats_is_defined(dtype, name):
         same_floats(run(x, name, weights=weights), wanted(x, name, weights), "weights")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.optimized
 @each_name
 def test_the_gradient_is_defined(name):

@@ -182,6 +182,7 @@ def never_small(monkeypatch):
     monkeypatch.setattr(auto, "LEAST", 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("never_small")
 @pytest.mark.parametrize("name", ["dot_general", "mlp"])
 def test_a_program_for_other_chips_has_mxfp8s_bits(name):

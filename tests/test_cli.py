@@ -532,6 +532,7 @@ def test_speed_is_measured(monkeypatch):
     assert {len(row) for row in table} == {len(names)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1"])
 def test_plain_versions_compute_the_same(format):
     x = jax.numpy.asarray(normal(64, 96), jax.numpy.bfloat16)

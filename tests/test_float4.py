@@ -158,6 +158,7 @@ def test_products_of_amd_mxfp4_mm(m, n, k):
     np.testing.assert_allclose(dot(a, b), got, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "pair,layout",
     [

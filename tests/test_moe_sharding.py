@@ -337,6 +337,7 @@ def test_in_shard_map(check, way):
     assert_bits_equal(layer(x, experts, weights, w1, w2), want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "kind"), [("data and experts", AxisType.Auto), ("tensor", AxisType.Explicit)]
 )

@@ -327,6 +327,7 @@ def test_a_frozen_operand_gets_no_gradient_and_the_other_is_right():
     assert dot_general(q, jax_mx.quantize(w, axis=0), numbers).dtype == jnp.bfloat16
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*by a key that is a constant of the program")
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_values(name):

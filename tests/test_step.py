@@ -132,6 +132,7 @@ def test_rows_of_a_step(tmp_path):
     assert rows[2]["ratio"] == round(rows[2]["ms"] / rows[0]["ms"], 3)
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_step_is_lowered_for_gpus_without_one(devices, tmp_path, without_code):
     ways = ("auto", "mxfp8", "flax")

@@ -82,6 +82,7 @@ def test_bad_calls_get_one_sentence():
         assert_refused(call, error, sentence)
 
 
+@pytest.mark.sampled(2)
 # ---- values ---
 @pytest.mark.parametrize("name", RECIPES)
 def test_of_one_dtype_it_is_what_products_quantize(name):
