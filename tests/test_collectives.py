@@ -26,8 +26,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Recipe
 
-pytestmark = pytest.mark.optimized
-
 P = PartitionSpec
 ROWS = P("a")
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
@@ -140,6 +138,7 @@ def fits(move: str, options: str) -> bool:
     return not (move == "gather inside" and matrices)
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize(("move", "n", "format", "options"), [*byte_cases()])
 def test_moved_bytes_are_those_of_moved_floats(move, n, format, options):
     if not fits(move, options):
@@ -539,6 +538,7 @@ def whole_of(x):
     return jax_mx.all_gather(jax_mx.quantize(x), "a", axis=0, tiled=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("move", MOVES)
 def test_mapped_moves_in_a_loop(move, platform):

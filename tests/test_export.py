@@ -117,6 +117,7 @@ def same(got, want) -> None:
         assert_bits_equal(g, w)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("without_code")
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_program_gives_the_same_bits(name):

@@ -63,6 +63,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way,format", in_turn(WAYS, FORMATS))
 def test_floats_are_what_codes_stand_for(way, format):
     x = jnp.asarray(random_bits((32, 64, 96), "bfloat16", seed=3))
@@ -176,6 +177,7 @@ STEPS = {
 RECIPES = {"mxfp8": MXFP8, "hybrid": jax_mx.MXFP8_HYBRID, "dgrad in bf16": Recipe(dgrad="bf16")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name,recipe", in_turn(STEPS, RECIPES))
 def test_steps_of_floats_give_the_same_bits(name, recipe, monkeypatch):
     """Each product of the function and of its gradients, in one step of floats or another."""
@@ -348,6 +350,7 @@ def test_explain_and_counts_see_a_step_once():
     assert quantizings(f, x, w) == 6
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_hold_no_arrays(name):
     """No tracer leaks by way of what a step is traced from; without jit nothing is kept at all."""

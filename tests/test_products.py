@@ -327,6 +327,7 @@ def test_a_frozen_operand_gets_no_gradient_and_the_other_is_right():
     assert dot_general(q, jax_mx.quantize(w, axis=0), numbers).dtype == jnp.bfloat16
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*by a key that is a constant of the program")
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_values(name):
@@ -511,6 +512,7 @@ def turned(seed):
     return Recipe(forward=turn, dgrad=turn, wgrad=turn)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["matmul", "mlp", "ragged_dot", "moe"])
 def test_signs_are_those_of_the_quantized_weight(what):
     """What meets it is rotated as it was, whatever the signs of the product's recipe.
@@ -765,6 +767,7 @@ def test_second_derivatives_are_refused():
             jax.hessian(lambda x, f=f: f(x).sum())(x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("op", ["matmul", "ragged_dot", "mlp", "moe"])
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
 def test_second_derivatives_by_a_quantized_weight_are_refused(op, wrap):

@@ -98,6 +98,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name,dtype", in_turn(CALLS, ["bfloat16", "float32"]))
 def test_it_is_quantizing_what_numpy_gathers(name, dtype):
     op, how = CALLS[name]

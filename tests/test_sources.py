@@ -297,6 +297,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*key that is a constant of the program")
 @pytest.mark.parametrize(
     "layer, recipe",
