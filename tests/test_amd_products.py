@@ -179,10 +179,26 @@ def test_operands_in_tiles(variant, arch, tiles):
         compare(variant, arch, (144, 48, 576), sizes, entry=entry, tiles=tiles)
 
 
-@pytest.mark.sampled(30)
+@binaries
+@pytest.mark.thorough
+def test_every_number_of_rows_of_groups(variant, arch):
+    """A group of each number of rows, or of elements of K, from 0 to 300, which begins anywhere."""
+    sizes, sums = np.random.default_rng(0).permutation(301), variant.op == "wgrad_fp8"
+    shape = (20, 33, 45152) if sums else (45150 + 33, 33, 96)
+    compare(variant, arch, shape, sizes.tolist())
+
+
+@pytest.mark.sampled(240, 8)
 @pytest.mark.parametrize("rows", range(1, 301))
-def test_every_number_of_rows(rows):
-    compare(*FEW[rows % 2 * 2], (rows, 33, 96), dtype=RESULTS[rows % 3])
+@pytest.mark.parametrize("op", ["matmul_fp8", "wgrad_fp8"])
+@pytest.mark.parametrize("arch", ARCHS["flydsl"])
+def test_every_number_of_rows(arch, op, rows):
+    """Of either operand; formats, results and entries take turns."""
+    some = [kernel for kernel in KERNELS if kernel.op == op]
+    sizes = [50, 0, 46] if op == "wgrad_fp8" else None
+    options = {"dtype": RESULTS[rows % 3], "entry": rows % 2}
+    compare(some[rows % len(some)], arch, (rows, 33, 96), sizes, **options)
+    compare(some[-rows % len(some)], arch, (33, rows, 96), sizes, **options)
 
 
 # ---- by callers ---

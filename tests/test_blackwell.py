@@ -90,8 +90,12 @@ def test_dense_products_are_exact(pair, shape):
 @pytest.mark.thorough
 @pytest.mark.parametrize("m", range(1, 301))
 def test_every_number_of_dense_rows(m):
-    x, w = integers(rng(), (m, 160), MXFP8_E4M3), integers(rng(1), (136, 160), MXFP8_E4M3)
+    """Of either operand; formats take turns."""
+    pair = PAIRS[m % len(PAIRS)]
+    x, w = integers(rng(), (m, 160), pair[0]), integers(rng(1), (40, 160), pair[1])
     assert_equal(multiplied(numbers(), tiled(x), tiled(w)), wanted(x, w), f"{m} rows")
+    x, w = integers(rng(), (40, 160), pair[0]), integers(rng(1), (m, 160), pair[1])
+    assert_equal(multiplied(numbers(), tiled(x), tiled(w)), wanted(x, w), f"{m} columns")
 
 
 @executed
@@ -120,14 +124,40 @@ def test_batches_and_what_is_summed_beside(lies):
 
 # ---- over groups ---
 @executed
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_every_number_of_rows_of_groups(part):
-    """From 0 to 300: rows behind the groups are zero, and no group writes another's."""
+@pytest.mark.thorough
+@pytest.mark.parametrize("formats", [*PAIRS, "bfloat16", "float16"], ids=str)
+def test_every_number_of_rows_of_groups(formats):
+    """A group of each number of rows from 0 to 300, which begins anywhere."""
+    sizes = rng().permutation(301)
+    shapes = (sizes.sum() + 33, 160), (301, 40, 160)
+    if reads_floats := isinstance(formats, str):
+        x, w = (random_floats(rng(i), shape, formats) for i, shape in enumerate(shapes))
+    else:
+        x, w = (tiled(integers(rng(i), shapes[i], format)) for i, format in enumerate(formats))
+    y = multiplied(OF_ROWS, x, w, sizes, reads_floats=reads_floats)
+    assert_equal(y, wanted(x, w, sizes), f"{formats}")
+
+
+@executed
+@pytest.mark.sampled(301, 129)
+@pytest.mark.parametrize("m", range(301))
+def test_every_number_of_rows_that_have_a_group(m):
+    """Rows behind the groups are zero, and no group writes another's."""
     x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(1), (2, 136, 160), MXFP8_E4M3)
-    for m in range(301) if part else (0, 1, 129, 300):
-        sizes = [m // 3, m - m // 3]
-        y = multiplied(OF_ROWS, tiled(x), tiled(w), sizes)
-        assert_equal(y, wanted(x, w, sizes), f"{m} rows")
+    sizes = [m // 3, m - m // 3]
+    y = multiplied(OF_ROWS, tiled(x), tiled(w), sizes)
+    assert_equal(y, wanted(x, w, sizes), f"{m} rows")
+
+
+@executed
+@pytest.mark.thorough
+@pytest.mark.parametrize("m", range(1, 301))
+def test_every_number_of_rows_of_a_gradient(m):
+    """As a weight's gradient has them; formats take turns."""
+    pair, sizes = PAIRS[m % len(PAIRS)], [128, 0, 256]
+    x, w = integers(rng(), (m, 416), pair[0]), integers(rng(1), (40, 416), pair[1])
+    y = multiplied(OF_SUMS, tiled(x), tiled(w), sizes)
+    assert_equal(y, wanted(x, w, sizes, sums=True), f"{m} rows")
 
 
 @executed
