@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import assert_equal, changed, integers, wanted
+from exact import assert_equal, changed, floats, integers, wanted
 
 import jax_mx
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.product_kernels import PRODUCTS, RESULTS, ProductKernel
 from jax_mx.lowering import store
+from jax_mx.products.decide import decided
+from jax_mx.products.multiply import contractions_in
 
 pytest.importorskip("tinygrad")
 
@@ -235,3 +237,36 @@ def test_derivatives(arch, recipe, grouped):
     assert "by_flydsl" in text and "by_dequantize" not in text and "scaled_dot" not in text
     for mine, theirs in zip(*map(jax.tree.leaves, (got, gradients("xla")(x, w))), strict=True):
         assert_equal(mine, np.asarray(theirs, np.float64))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("arch", ARCHS["flydsl"])
+@pytest.mark.parametrize("scale_layout", ["row_major", "shuffled_32x8"])
+@pytest.mark.parametrize("value_layout", ["row_major", "shuffled_16x16"])
+def test_codes_and_scales_of_callers_are_read_as_they_lie(
+    value_layout, scale_layout, arch, grouped
+):
+    rng, sizes = np.random.default_rng(0), jnp.array([20, 0, 33], jnp.int32) if grouped else None
+    x = floats(rng, (64, 96)) if grouped else integers(rng, (64, 96), MXFP8_E4M3)
+    w = integers(rng, (3, 48, 96) if grouped else (48, 96), MXFP8_E4M3)
+
+    def product(*sides):
+        x, w = (
+            q.with_values_in(value_layout).with_scales_in(scale_layout)
+            if isinstance(q, jax_mx.MXArray)
+            else q
+            for q in sides
+        )
+        if grouped:
+            return jax_mx.ragged_dot(x, w, sizes)
+        return jax_mx.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+    with emulate(arch):
+        jaxpr = jax.make_jaxpr(product)(x, w).jaxpr
+        got = jax.jit(product)(x, w)
+    (call,) = contractions_in(jaxpr)
+    for q in (call.lhs, call.rhs)[grouped:]:
+        assert (q.value_layout.name, q.scale_layout.name) == (value_layout, scale_layout)
+    assert decided(call, "rocm", [arch]).name == "flydsl"
+    assert_equal(got, np.asarray(product(x, w), np.float64))

@@ -209,10 +209,8 @@ class Multiplication(NamedTuple):
         a, b = (forms[i][form] for i, form in (self.lhs, self.rhs))
         lead = tuple(range(self.batch))
         more = tuple(range(self.batch, self.batch + self.summed))
-        codes, others = (
-            form.array.values if isinstance(form.array, MXArray) else form.array for form in (a, b)
-        )
-        left, right = (*more, a.axis % codes.ndim), (*more, b.axis % others.ndim)
+        codes = a.array.values if isinstance(a.array, MXArray) else a.array
+        left, right = (*more, a.axis % a.array.ndim), (*more, b.axis % b.array.ndim)
         mesh, sharding = jax.typeof(codes).sharding.mesh, None
         if self.spec is not None and is_explicit(mesh):
             spec = jax.sharding.PartitionSpec(*self.spec)
