@@ -1,8 +1,10 @@
 """Products on Blackwell's tensor cores: what serves what, and kernels, executed on the CPU."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,13 @@ from exact import floats as random_floats
 import jax_mx
 from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.layouts import BLOCKED_128X4
-from jax_mx.lowering import targets
-from jax_mx.products import multiply, reads, tcgen05, tcgen05_kernel
+from jax_mx.lowering import partition, store, targets
+from jax_mx.products import multiply, reads, splitting, tcgen05, tcgen05_kernel
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
 
+utils = pytest.importorskip("jax.experimental.mosaic.gpu.utils")
 executed = pytest.mark.skipif(bool(mosaic.missing()), reason=mosaic.missing())
 PAIRS = [(f, f) for f in (MXFP8_E4M3, MXFP8_E5M2, MXFP4_E2M1)] + [(MXFP8_E4M3, MXFP8_E5M2)]
 SIZES = [
@@ -448,12 +451,76 @@ def test_explain_needs_no_chip(on_blackwell):
     assert [c.chosen for c in told.calls] == ["tcgen05"] * 3
 
 
-def test_no_program_carries_them(on_blackwell, monkeypatch):
-    """Pallas lowers for the chip that is here; an export for Blackwell takes other products."""
+# ---- programs of several devices, and programs that leave the machine ---
+LOWERED = LAYERS | {
+    "few": ((3, 32), (32, 5), None),
+    "odd": ((301, 544), (544, 77), None),
+    "odd groups": ((301, 544), (3, 544, 77), [70, 0, 100]),
+}
+RECIPES = {
+    "mxfp8": "mxfp8",
+    "mxfp4": "mxfp4",
+    "floats": jax_mx.Recipe(lhs="mxfp8_e4m3", rhs="mxfp4_e2m1"),
+}
+
+
+@executed
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("where", ["alone", "shard_map", "auto", "explicit"])
+@pytest.mark.parametrize("name", LOWERED)
+def test_exports_carry_the_kernel(name, where, recipe, without_code, monkeypatch):
+    """All three products, from a machine without the chip; XLA splits calls by their rule."""
+    *shapes, sizes = LOWERED[name]
+    if recipe == "floats" and sizes is None:
+        pytest.skip("cuBLAS multiplies those")
+    chip = "sm_103" if recipe == "mxfp4" else "sm_100"
     monkeypatch.setenv("JAX_MX_ARCHS", "sm_100f")
-    x, w = (integers(rng(), (n, 64), MXFP8_E4M3) for n in (32, 48))
-    program = jax.export.export(jax.jit(lambda x, w: jax_mx.matmul(x, w.mT)), platforms=("cuda",))
-    assert "mosaic_gpu" not in program(x, w).mlir_module()
+    monkeypatch.setattr(store, "exported", lambda chips: [chip])
+    archs, infer = set(), utils._infer_arch
+    monkeypatch.setattr(utils, "_infer_arch", lambda: archs.add(infer()) or infer())
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    args += [jnp.array(sizes)] if sizes else []
+
+    def call(x, w, *sizes):
+        return gradients(x, w, *sizes or [None], RECIPES[recipe])
+
+    kind = jax.sharding.AxisType.Explicit if where == "explicit" else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,)) if where != "alone" else None
+    if where == "shard_map":
+        whole = jax.sharding.PartitionSpec()
+        call = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    how = {"platforms": ("cuda",), "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        text = jax.export.export(jax.jit(call), **how)(*args).mlir_module()
+    target = "@jax_mx_split" if where in ("auto", "explicit") else "@mosaic_gpu_v2"
+    assert text.count(target) == 3
+    assert archs == {(10, int(chip[-1]))}
+
+
+@executed
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("reads_floats", [False, True])
+def test_a_device_computes_its_columns(reads_floats):
+    """What XLA asks for where it splits a product over groups along columns."""
+    sizes = jnp.array([50, 0, 70], jnp.int32)
+    if reads_floats:
+        x, w = random_floats(rng(), (150, 96)), random_floats(rng(1), (3, 80, 96))
+    else:
+        x, w = integers(rng(), (150, 96), MXFP8_E4M3), integers(rng(1), (3, 80, 96), MXFP8_E4M3)
+    like = jax.tree.map(jax.typeof, (x, w, sizes))
+    target = targets.Target("cuda", ["sm_100"], partitioned=True, devices=2)
+    shared = splitting.splitting_of(Contraction(OF_ROWS, *like), target)
+    served = decided(shared.contraction, "cuda", ["sm_100"]).served
+    assert served.implementation == "tcgen05" and shared.is_shared_by(served)
+    parameters = json.loads(json.dumps(splitting.parameters_of(shared, served)))
+    local = partition.SHARDS[splitting.NAME](
+        parameters, partition.Split({"a": 2}, {"n0": ("a",)}, {})
+    )
+    halves = [jax.tree.map(lambda a, i=i: a[:, 40 * i :][:, :40], w) for i in range(2)]
+    run = mosaic.executed(local)
+    y = [run(*jax.tree.leaves((x, half, sizes)))[0] for half in halves]
+    assert_equal(jnp.concatenate(y, 1), wanted(x, w, [50, 0, 70]))
 
 
 @executed

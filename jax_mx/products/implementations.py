@@ -54,6 +54,7 @@ class ProductImplementation(registry.Implementation):
       worth: whether `autotune` measures it for a contraction that it serves.
       ops: the public functions whose products it computes: dense ones, or those over groups.
       splits_itself: whether XLA knows how to split it among devices, and no rule of ours does.
+      is_pallas: whether its kernels are Pallas', which XLA cannot split.
       layouts: of scales and values, that it reads as they lie; others are brought to rows for it.
       executed: where tests ran its kernels, if jax_mx/verified does not say it; empty: XLA has
         them.
@@ -66,6 +67,7 @@ class ProductImplementation(registry.Implementation):
     worth: Callable[[Contraction], bool] = lambda _: True
     ops: tuple[str, ...] = (DENSE, GROUPED)
     splits_itself: bool = False
+    is_pallas: bool = False
     layouts: tuple[Layout, ...] = (ROW_MAJOR,)
     executed: str = ""
 
@@ -351,7 +353,7 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
         ProductImplementation(
             tcgen05.NAME, "cuda", tcgen05.support, tcgen05.run,
             _on(chip_table.TCGEN05.__contains__), FP8_ERROR, layouts=(BLOCKED_128X4, ROW_MAJOR),
-            executed="JAX's interpreter",
+            executed="JAX's interpreter", is_pallas=True,
         ),
         ProductImplementation(
             "fp8", "any", _fp8_support, _fp8, _on(chip_table.FP8.__contains__), FP8_ERROR,
@@ -363,11 +365,12 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
         ),
         ProductImplementation(
             pallas.HOPPER, "cuda", pallas.hopper_support, pallas.run_hopper,
-            _on(lambda chip: chip_table.arch_of(chip) == "sm_90a"), ops=(GROUPED,),
+            _on(lambda chip: chip_table.arch_of(chip) == "sm_90a"), ops=(GROUPED,), is_pallas=True,
         ),
         ProductImplementation(
             pallas.BLACKWELL, "cuda", pallas.blackwell_support, pallas.run_blackwell,
             pallas.prefers_blackwell, executed="dense ones in JAX's interpreter, others nowhere",
+            is_pallas=True,
         ),
         ProductImplementation("dequantize", "any", _any("dequantize", True), _dequantize, _on_gpus),
         ProductImplementation("xla", "any", _any("xla", False), _plain, _always),

@@ -26,7 +26,7 @@ from jax_mx.products.tcgen05_kernel import Items, Side, depth_of, product
 from jax_mx.reference.ragged import clamped
 
 NAME = "tcgen05"
-VERSION = (0, 11)  # of JAX, whose interpreter executes the kernel
+VERSION = (0, 11, 2)  # of JAX, whose interpreter executes the kernel
 ALIGN = 128  # elements: groups that are contracted begin at its multiples where codes are read
 _EIGHTS, _FOURS = {MXFP8_E4M3, MXFP8_E5M2}, {MXFP4_E2M1}
 _FLOATS = (jnp.bfloat16, jnp.float16)
@@ -46,7 +46,7 @@ def _serves_trace() -> bool:
 # ---- what it serves ---
 def support(contraction: Contraction, chips: Sequence[str]) -> Served:
     """Whether the kernel serves a contraction on chips."""
-    why = _lacking(chips) or contraction.unsplit or contraction.carried or _shapes(contraction)
+    why = _lacking(chips) or contraction.unsplit or _shapes(contraction)
     if not why and not _codes(contraction):
         return Served(NAME)
     if not why and contraction.numbers.groups and not _floats(contraction):
@@ -106,8 +106,9 @@ def _floats(contraction: Contraction) -> str:
 # ---- what it computes ---
 def run(contraction: Contraction, served: Served) -> jax.Array:
     """The product."""
+    del served
     numbers, groups = contraction.numbers, contraction.numbers.groups
-    reads = _float_side if served.reads_floats else _code_side
+    reads = _float_side if _codes(contraction) else _code_side
     batches = ((), (0,)) if groups == ROWS else numbers.batch
     lhs, rhs = (
         reads(x, dims, batch)

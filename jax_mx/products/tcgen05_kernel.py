@@ -9,7 +9,7 @@ float32, in tensor memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from jax import lax
 
 ROWS = 128  # of a tile, also of a tile of scales
 _DEPTH = 128  # bytes of a row that one step reads
+_TOGETHER = 8  # rows that lie together in shared memory
 _COLUMNS = 32  # of the result that go through shared memory at once
 _SHARED = 227 << 10  # bytes that a thread block may have, see facts/chips.py
 _RESERVED = 2 << 10  # of them, for barriers and Pallas
@@ -93,22 +94,34 @@ def product(
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     dtype, rows, columns = np.dtype(dtype), lhs.array.shape[1], rhs.array.shape[1]
-    unit = 16 // dtype.itemsize  # TMA wants rows that begin at multiples of 16 bytes
-    wide, width = -(-columns // unit) * unit, 2 * ROWS if columns > ROWS else ROWS
+    width = 2 * ROWS if columns > ROWS else ROWS
     across, table = -(-columns // width), items.table
     count = table.size // len(items._fields)
-    operands = {"a": lhs.array, "b": rhs.array}
+    operands = {"a": _in_units(lhs.array, depth), "b": _in_units(rhs.array, depth)}
     for name, side in (("a_scales", lhs), ("b_scales", rhs)):
         if side.scales is not None:
             operands[name] = side.scales.reshape(*side.scales.shape[:-1], 32, 16)
     kernel = plgpu.kernel(
         _body([*operands], (across, width, depth, turn)),
-        out_type=jax.ShapeDtypeStruct((matrices, rows, wide), dtype),
+        out_type=jax.ShapeDtypeStruct((matrices, *_units((rows, columns), _COLUMNS)), dtype),
         grid=(across * count,),
         grid_names=("tile",),
         scratch_types=_scratch(operands, dtype, width, depth),
     )
-    return kernel(table, *operands.values())[..., :columns]
+    return kernel(table, *operands.values())[:, :rows, :columns]
+
+
+def _units(shape: Sequence[int], columns: int) -> list[int]:
+    """Rows and columns up to multiples of what lies together in shared memory, as Pallas wants."""
+    return [-(-n // unit) * unit for n, unit in zip(shape, (_TOGETHER, columns), strict=True)]
+
+
+def _in_units(x: jax.Array, depth: int) -> jax.Array:
+    """An operand with zeros behind, where its matrices are no whole `_units`."""
+    rows, columns = _units(x.shape[1:], depth if x.shape[2] > depth else x.shape[2])
+    if (rows, columns) == x.shape[1:]:
+        return x
+    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, columns - x.shape[2])))
 
 
 def _scratch(
