@@ -28,7 +28,7 @@ from jax_mx.facts.variants import differ_in_bits, variants
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SOURCES, existing
 from jax_mx.lowering.registry import IMPLEMENTATIONS
-from jax_mx.products import blackwell
+from jax_mx.products import tcgen05
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
@@ -55,7 +55,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 def chips() -> list[str]:
     """A row for each arch: its chips, who makes its kernels, what serves products, where it ran."""
     makers = {arch: NAMES[dsl] for dsl, archs in ARCHS.items() for arch in archs}
-    with mock.patch.object(blackwell, "VERSION", (0,)):  # as the newest JAX has it
+    with mock.patch.object(tcgen05, "VERSION", (0,)):  # as the newest JAX has it
         multiplies = multiplying()
     rows: list[tuple[str, ...]] = []
     for each in multiplies:

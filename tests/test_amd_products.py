@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import assert_equal, changed, integers, wanted
+from exact import assert_equal, changed, floats, integers, wanted
 
 import jax_mx
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.product_kernels import PRODUCTS, RESULTS, ProductKernel
 from jax_mx.lowering import store
+from jax_mx.products.decide import decided
+from jax_mx.products.multiply import contractions_in
 
 pytest.importorskip("tinygrad")
 
@@ -181,10 +183,26 @@ def test_operands_in_tiles(variant, arch, tiles):
         compare(variant, arch, (144, 48, 576), sizes, entry=entry, tiles=tiles)
 
 
-@pytest.mark.sampled(30)
+@binaries
+@pytest.mark.thorough
+def test_every_number_of_rows_of_groups(variant, arch):
+    """A group of each number of rows, or of elements of K, from 0 to 300, which begins anywhere."""
+    sizes, sums = np.random.default_rng(0).permutation(301), variant.op == "wgrad_fp8"
+    shape = (20, 33, 45152) if sums else (45150 + 33, 33, 96)
+    compare(variant, arch, shape, sizes.tolist())
+
+
+@pytest.mark.sampled(240, 8)
 @pytest.mark.parametrize("rows", range(1, 301))
-def test_every_number_of_rows(rows):
-    compare(*FEW[rows % 2 * 2], (rows, 33, 96), dtype=RESULTS[rows % 3])
+@pytest.mark.parametrize("op", ["matmul_fp8", "wgrad_fp8"])
+@pytest.mark.parametrize("arch", ARCHS["flydsl"])
+def test_every_number_of_rows(arch, op, rows):
+    """Of either operand; formats, results and entries take turns."""
+    some = [kernel for kernel in KERNELS if kernel.op == op]
+    sizes = [50, 0, 46] if op == "wgrad_fp8" else None
+    options = {"dtype": RESULTS[rows % 3], "entry": rows % 2}
+    compare(some[rows % len(some)], arch, (rows, 33, 96), sizes, **options)
+    compare(some[-rows % len(some)], arch, (33, rows, 96), sizes, **options)
 
 
 # ---- by callers ---
@@ -221,3 +239,36 @@ def test_derivatives(arch, recipe, grouped):
     assert "by_flydsl" in text and "by_dequantize" not in text and "scaled_dot" not in text
     for mine, theirs in zip(*map(jax.tree.leaves, (got, gradients("xla")(x, w))), strict=True):
         assert_equal(mine, np.asarray(theirs, np.float64))
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("arch", ARCHS["flydsl"])
+@pytest.mark.parametrize("scale_layout", ["row_major", "shuffled_32x8"])
+@pytest.mark.parametrize("value_layout", ["row_major", "shuffled_16x16"])
+def test_codes_and_scales_of_callers_are_read_as_they_lie(
+    value_layout, scale_layout, arch, grouped
+):
+    rng, sizes = np.random.default_rng(0), jnp.array([20, 0, 33], jnp.int32) if grouped else None
+    x = floats(rng, (64, 96)) if grouped else integers(rng, (64, 96), MXFP8_E4M3)
+    w = integers(rng, (3, 48, 96) if grouped else (48, 96), MXFP8_E4M3)
+
+    def product(*sides):
+        x, w = (
+            q.with_values_in(value_layout).with_scales_in(scale_layout)
+            if isinstance(q, jax_mx.MXArray)
+            else q
+            for q in sides
+        )
+        if grouped:
+            return jax_mx.ragged_dot(x, w, sizes)
+        return jax_mx.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+    with emulate(arch):
+        jaxpr = jax.make_jaxpr(product)(x, w).jaxpr
+        got = jax.jit(product)(x, w)
+    (call,) = contractions_in(jaxpr)
+    for q in (call.lhs, call.rhs)[grouped:]:
+        assert (q.value_layout.name, q.scale_layout.name) == (value_layout, scale_layout)
+    assert decided(call, "rocm", [arch]).name == "flydsl"
+    assert_equal(got, np.asarray(product(x, w), np.float64))

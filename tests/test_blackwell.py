@@ -1,8 +1,10 @@
 """Products on Blackwell's tensor cores: what serves what, and kernels, executed on the CPU."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,13 @@ from exact import floats as random_floats
 import jax_mx
 from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.layouts import BLOCKED_128X4
-from jax_mx.lowering import targets
-from jax_mx.products import blackwell, multiply, reads, tcgen05
+from jax_mx.lowering import partition, store, targets
+from jax_mx.products import multiply, reads, splitting, tcgen05, tcgen05_kernel
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
 
+utils = pytest.importorskip("jax.experimental.mosaic.gpu.utils")
 executed = pytest.mark.skipif(bool(mosaic.missing()), reason=mosaic.missing())
 PAIRS = [(f, f) for f in (MXFP8_E4M3, MXFP8_E5M2, MXFP4_E2M1)] + [(MXFP8_E4M3, MXFP8_E5M2)]
 SIZES = [
@@ -90,7 +93,9 @@ def test_dense_products_are_exact(pair, shape):
 @pytest.mark.thorough
 @pytest.mark.parametrize("m", range(1, 301))
 def test_every_number_of_dense_rows(m):
-    x, w = integers(rng(), (m, 160), MXFP8_E4M3), integers(rng(1), (136, 160), MXFP8_E4M3)
+    """And of columns; formats take turns."""
+    pair = PAIRS[m % len(PAIRS)]
+    x, w = integers(rng(), (m, 160), pair[0]), integers(rng(1), (301 - m, 160), pair[1])
     assert_equal(multiplied(numbers(), tiled(x), tiled(w)), wanted(x, w), f"{m} rows")
 
 
@@ -120,14 +125,40 @@ def test_batches_and_what_is_summed_beside(lies):
 
 # ---- over groups ---
 @executed
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_every_number_of_rows_of_groups(part):
-    """From 0 to 300: rows behind the groups are zero, and no group writes another's."""
+@pytest.mark.thorough
+@pytest.mark.parametrize("formats", [*PAIRS, "bfloat16", "float16"], ids=str)
+def test_every_number_of_rows_of_groups(formats):
+    """A group of each number of rows from 0 to 300, which begins anywhere."""
+    sizes = rng().permutation(301)
+    shapes = (sizes.sum() + 33, 160), (301, 40, 160)
+    if reads_floats := isinstance(formats, str):
+        x, w = (random_floats(rng(i), shape, formats) for i, shape in enumerate(shapes))
+    else:
+        x, w = (tiled(integers(rng(i), shapes[i], format)) for i, format in enumerate(formats))
+    y = multiplied(OF_ROWS, x, w, sizes, reads_floats=reads_floats)
+    assert_equal(y, wanted(x, w, sizes), f"{formats}")
+
+
+@executed
+@pytest.mark.sampled(301, 129)
+@pytest.mark.parametrize("m", range(301))
+def test_every_number_of_rows_that_have_a_group(m):
+    """Rows behind the groups are zero, and no group writes another's."""
     x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(1), (2, 136, 160), MXFP8_E4M3)
-    for m in range(301) if part else (0, 1, 129, 300):
-        sizes = [m // 3, m - m // 3]
-        y = multiplied(OF_ROWS, tiled(x), tiled(w), sizes)
-        assert_equal(y, wanted(x, w, sizes), f"{m} rows")
+    sizes = [m // 3, m - m // 3]
+    y = multiplied(OF_ROWS, tiled(x), tiled(w), sizes)
+    assert_equal(y, wanted(x, w, sizes), f"{m} rows")
+
+
+@executed
+@pytest.mark.thorough
+@pytest.mark.parametrize("m", range(1, 301))
+def test_every_number_of_rows_of_a_gradient(m):
+    """And of columns, of a weight's; formats take turns."""
+    pair, sizes = PAIRS[m % len(PAIRS)], [128, 0, 256]
+    x, w = integers(rng(), (m, 416), pair[0]), integers(rng(1), (301 - m, 416), pair[1])
+    y = multiplied(OF_SUMS, tiled(x), tiled(w), sizes)
+    assert_equal(y, wanted(x, w, sizes, sums=True), f"{m} rows")
 
 
 @executed
@@ -178,7 +209,7 @@ def covered(items, rows):
 @pytest.mark.parametrize("rows", [1, 128, 1000])
 def test_items_compute_each_row_once(rows):
     some = rng().integers(0, 2 * rows // 6 + 1, (20, 6))
-    items_of = jax.jit(lambda sizes: blackwell._items_of_rows(sizes, rows, 3))
+    items_of = jax.jit(lambda sizes: tcgen05._items_of_rows(sizes, rows, 3))
     for sizes in itertools.chain(SIZES, some):
         items = items_of(jnp.asarray(sizes, jnp.int32))
         assert (covered(items, rows) == 1).all(), sizes
@@ -229,12 +260,12 @@ def test_the_smallest_and_largest_scales(scales):
 # ---- that these tests can fail ---
 def with_one_buffer(monkeypatch):
     """Steps overwrite the scales of the step that is under way."""
-    multiply = tcgen05._multiply
+    multiply = tcgen05_kernel._multiply
 
     def mistaken(steps, fetch, scratch):
         multiply(steps, fetch, scratch | {"factors": scratch["factors"][:1] * 2})
 
-    monkeypatch.setattr(tcgen05, "_multiply", mistaken)
+    monkeypatch.setattr(tcgen05_kernel, "_multiply", mistaken)
 
 
 @executed
@@ -263,8 +294,8 @@ MUTATIONS = {
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mistakes_are_noticed(mutation, monkeypatch):
-    own = blackwell._items_of_rows
-    monkeypatch.setattr(blackwell, "_items_of_rows", lambda *args: MUTATIONS[mutation](own(*args)))
+    own = tcgen05._items_of_rows
+    monkeypatch.setattr(tcgen05, "_items_of_rows", lambda *args: MUTATIONS[mutation](own(*args)))
     x, w = integers(rng(), (300, 160), MXFP8_E4M3), integers(rng(1), (2, 136, 160), MXFP8_E4M3)
     program = mosaic.executed(product(OF_ROWS))
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=r"differ|Out-of-bounds"):
@@ -276,7 +307,7 @@ def test_mistakes_are_noticed(mutation, monkeypatch):
 @pytest.fixture
 def on_blackwell(monkeypatch):
     """Traces are for a B200, whatever JAX is here."""
-    monkeypatch.setattr(blackwell, "VERSION", (0, 0))
+    monkeypatch.setattr(tcgen05, "VERSION", (0, 0))
     with targets.traced_for(("sm_100",)):
         yield
 
@@ -396,7 +427,7 @@ def test_what_serves_what(on_blackwell):
 
 
 def test_an_older_jax_takes_its_own_kernels(on_blackwell, monkeypatch):
-    monkeypatch.setattr(blackwell, "VERSION", (99,))
+    monkeypatch.setattr(tcgen05, "VERSION", (99,))
     x, stack = (
         jax.ShapeDtypeStruct((512, 256), jnp.bfloat16),
         jax.ShapeDtypeStruct((4, 384, 256), jnp.bfloat16),
@@ -404,7 +435,7 @@ def test_an_older_jax_takes_its_own_kernels(on_blackwell, monkeypatch):
     chosen = decided(call(x, stack, axes=(1, 2)), "cuda", ["sm_100"])
     assert chosen.name == "blackwell"
     assert reads.layout_for_trace().name == "row_major"
-    assert blackwell.align_for_trace() == 1
+    assert tcgen05.align_for_trace() == 1
 
 
 def test_explain_needs_no_chip(on_blackwell):
@@ -420,12 +451,76 @@ def test_explain_needs_no_chip(on_blackwell):
     assert [c.chosen for c in told.calls] == ["tcgen05"] * 3
 
 
-def test_no_program_carries_them(on_blackwell, monkeypatch):
-    """Pallas lowers for the chip that is here; an export for Blackwell takes other products."""
+# ---- programs of several devices, and programs that leave the machine ---
+LOWERED = LAYERS | {
+    "few": ((3, 32), (32, 5), None),
+    "odd": ((301, 544), (544, 77), None),
+    "odd groups": ((301, 544), (3, 544, 77), [70, 0, 100]),
+}
+RECIPES = {
+    "mxfp8": "mxfp8",
+    "mxfp4": "mxfp4",
+    "floats": jax_mx.Recipe(lhs="mxfp8_e4m3", rhs="mxfp4_e2m1"),
+}
+
+
+@executed
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("where", ["alone", "shard_map", "auto", "explicit"])
+@pytest.mark.parametrize("name", LOWERED)
+def test_exports_carry_the_kernel(name, where, recipe, without_code, monkeypatch):
+    """All three products, from a machine without the chip; XLA splits calls by their rule."""
+    *shapes, sizes = LOWERED[name]
+    if recipe == "floats" and sizes is None:
+        pytest.skip("cuBLAS multiplies those")
+    chip = "sm_103" if recipe == "mxfp4" else "sm_100"
     monkeypatch.setenv("JAX_MX_ARCHS", "sm_100f")
-    x, w = (integers(rng(), (n, 64), MXFP8_E4M3) for n in (32, 48))
-    program = jax.export.export(jax.jit(lambda x, w: jax_mx.matmul(x, w.mT)), platforms=("cuda",))
-    assert "mosaic_gpu" not in program(x, w).mlir_module()
+    monkeypatch.setattr(store, "exported", lambda chips: [chip])
+    archs, infer = set(), utils._infer_arch
+    monkeypatch.setattr(utils, "_infer_arch", lambda: archs.add(infer()) or infer())
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    args += [jnp.array(sizes)] if sizes else []
+
+    def call(x, w, *sizes):
+        return gradients(x, w, *sizes or [None], RECIPES[recipe])
+
+    kind = jax.sharding.AxisType.Explicit if where == "explicit" else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,)) if where != "alone" else None
+    if where == "shard_map":
+        whole = jax.sharding.PartitionSpec()
+        call = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    how = {"platforms": ("cuda",), "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        text = jax.export.export(jax.jit(call), **how)(*args).mlir_module()
+    target = "@jax_mx_split" if where in ("auto", "explicit") else "@mosaic_gpu_v2"
+    assert text.count(target) == 3
+    assert archs == {(10, int(chip[-1]))}
+
+
+@executed
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("reads_floats", [False, True])
+def test_a_device_computes_its_columns(reads_floats):
+    """What XLA asks for where it splits a product over groups along columns."""
+    sizes = jnp.array([50, 0, 70], jnp.int32)
+    if reads_floats:
+        x, w = random_floats(rng(), (150, 96)), random_floats(rng(1), (3, 80, 96))
+    else:
+        x, w = integers(rng(), (150, 96), MXFP8_E4M3), integers(rng(1), (3, 80, 96), MXFP8_E4M3)
+    like = jax.tree.map(jax.typeof, (x, w, sizes))
+    target = targets.Target("cuda", ["sm_100"], partitioned=True, devices=2)
+    shared = splitting.splitting_of(Contraction(OF_ROWS, *like), target)
+    served = decided(shared.contraction, "cuda", ["sm_100"]).served
+    assert served.implementation == "tcgen05" and shared.is_shared_by(served)
+    parameters = json.loads(json.dumps(splitting.parameters_of(shared, served)))
+    local = partition.SHARDS[splitting.NAME](
+        parameters, partition.Split({"a": 2}, {"n0": ("a",)}, {})
+    )
+    halves = [jax.tree.map(lambda a, i=i: a[:, 40 * i :][:, :40], w) for i in range(2)]
+    run = mosaic.executed(local)
+    y = [run(*jax.tree.leaves((x, half, sizes)))[0] for half in halves]
+    assert_equal(jnp.concatenate(y, 1), wanted(x, w, [50, 0, 70]))
 
 
 @executed

@@ -891,7 +891,9 @@ def shard_module(
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     backend = jax.extend.backend.get_backend(platform) if is_here else None
     # The mesh of the program is none of the shard's: arrays would be split by it once more.
-    no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    none = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    no_mesh = jax.sharding.use_abstract_mesh(none)
     with no_mesh, core.extend_axis_env_nd(sizes.items()):
         jaxpr = jax.make_jaxpr(shard)(*operands)
         return modules.build_mlir_module_helper(

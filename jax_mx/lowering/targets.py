@@ -1,7 +1,9 @@
 """What a program is lowered for: a platform and its chips, or one that a CPU stands in for."""
 
+import contextlib
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,6 +84,34 @@ def chips_beside(device: jax.Device) -> list[str]:
     JAX lowers once for all of them.
     """
     return sorted({chip_of(other) for other in device.client.local_devices()})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gpu(jax.sharding.AbstractDevice):
+    """A GPU that need not be here, as far as Pallas asks for it."""
+
+    compute_capability: str
+
+
+@contextlib.contextmanager
+def pallas_lowers_for(chips: Sequence[str], ctx: Any) -> Iterator[Any]:
+    """Gives a context in which Pallas lowers for the first of these chips, not for those here.
+
+    The chip that runs such a program compiles it.
+    """
+    if not chips or not chips[0].startswith("sm_"):
+        yield ctx
+        return
+    capability = chips[0].removeprefix("sm_")
+    device = _Gpu(chips[0], None, "cuda", f"{capability[:-1]}.{capability[-1]}")
+
+    def there(aval: Any) -> Any:
+        mesh = aval.sharding.mesh.update(abstract_device=device)
+        return aval.update(sharding=aval.sharding.update(mesh=mesh))
+
+    mesh = jax.sharding.get_abstract_mesh().update(abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield ctx.replace(avals_in=[*map(there, ctx.avals_in)])
 
 
 def platform_of(chip: str) -> str:

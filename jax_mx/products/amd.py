@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jax_mx.facts.layouts import ROW_MAJOR
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout
 from jax_mx.facts.product_kernels import PRODUCTS, RESULTS
 from jax_mx.lowering import products, registry
 from jax_mx.lowering.plan import ProductPlan
@@ -94,13 +94,21 @@ def _side(x: MXArray, contracted: int, batch: Dims, flat: bool) -> tuple:
     if len(x.block) == 2:  # its transposed array is the array transposed
         x, contracted = (x if contracted == last else x.mT).expand(-1), last
     is_whole = x.ndim - 2 == (0 if flat else len(batch))
-    if x.scale_layout.is_tiled and is_whole and contracted == last and x.axis == -1:
-        tiles = x.scales.shape
-        down, across = (n * tile for n, tile in zip(tiles[-3:-1], x.scale_layout.tile, strict=True))
-        return [x.values, x.scales.reshape(*tiles[:-3], down, across)], False, True
-    rows, _ = kernels.matrix(x.with_scales_in(ROW_MAJOR), contracted, batch)
+    if is_whole and contracted == last and x.axis == -1:
+        arrays = [_matrices(x.values, x.value_layout), _matrices(x.scales, x.scale_layout)]
+        return arrays, x.value_layout.is_tiled, x.scale_layout.is_tiled
+    in_rows = x.with_scales_in(ROW_MAJOR).with_values_in(ROW_MAJOR_VALUES)
+    rows, _ = kernels.matrix(in_rows, contracted, batch)
     arrays = [rows.values, rows.scales]
     return [_merged(a) for a in arrays] if flat else arrays, False, False
+
+
+def _matrices(a: jax.Array, layout: Layout) -> jax.Array:
+    """Bytes that lie in tiles, with the shape of matrices of whole tiles."""
+    if not layout.is_tiled:
+        return a
+    down, across = (n * tile for n, tile in zip(a.shape[-3:-1], layout.tile, strict=True))
+    return a.reshape(*a.shape[:-3], down, across)
 
 
 def _merged(a: jax.Array) -> jax.Array:

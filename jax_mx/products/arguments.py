@@ -21,7 +21,7 @@ from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.arrangements import Arrangement, what_of
 from jax_mx.products.auto import resolved_for_groups
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.reads import layout_for_trace
+from jax_mx.products.reads import tiles_for_trace
 from jax_mx.products.recipes import Recipe, check_frozen
 
 RESIDUALS = ("mx", "floats", "inputs")  # what `mlp` and `moe` keep of gate and up
@@ -149,8 +149,9 @@ def check_quantized(op: str, name: str, x: Any, side: Arrangement) -> None:
 
 def _as_read(q: MXArray) -> MXArray:
     """An `MXArray` with its values in rows, and its scales, unless products read their tiles."""
-    q = q.with_values_in(ROW_MAJOR_VALUES)
-    return q if q.scale_layout == layout_for_trace() else q.with_scales_in(ROW_MAJOR)
+    tiles = tiles_for_trace()
+    q = q if q.value_layout in tiles else q.with_values_in(ROW_MAJOR_VALUES)
+    return q if q.scale_layout in tiles else q.with_scales_in(ROW_MAJOR)
 
 
 def bias_of(op: str, name: str, bias: Any, shape: tuple[int, ...]) -> jax.Array | None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.layouts import ROW_MAJOR, ScaleLayout
+from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout
 from jax_mx.facts.windows import Window, in_blocks
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.registry import Refusal, Support
@@ -199,15 +199,16 @@ class Contraction:
         )
         return dataclasses.replace(self, lhs=lhs, rhs=rhs)
 
-    def in_layouts(self, layouts: Sequence[ScaleLayout]) -> Contraction:
-        """The contraction with scales in one of these layouts; those in others come to rows."""
-        lhs, rhs = (
-            x.with_scales_in(ROW_MAJOR)
-            if isinstance(x, MXArray) and x.scale_layout not in layouts
-            else x
-            for x in (self.lhs, self.rhs)
-        )
-        return dataclasses.replace(self, lhs=lhs, rhs=rhs)
+    def in_layouts(self, layouts: Sequence[Layout]) -> Contraction:
+        """The contraction with operands in these layouts; scales and values in others, in rows."""
+
+        def in_them(x: Any) -> Any:
+            if not isinstance(x, MXArray):
+                return x
+            x = x if x.scale_layout in layouts else x.with_scales_in(ROW_MAJOR)
+            return x if x.value_layout in layouts else x.with_values_in(ROW_MAJOR_VALUES)
+
+        return dataclasses.replace(self, lhs=in_them(self.lhs), rhs=in_them(self.rhs))
 
     def split_like(self, form: Any, axis: int) -> Contraction:
         """The contraction, whose result XLA is to split as a form whose contracted axis is `axis`.

@@ -26,11 +26,11 @@ from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arrangements import Arrangement, Arrangements
-from jax_mx.products.blackwell import align_for_trace
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized, operand_for
 from jax_mx.products.recipes import Chosen, Recipe
+from jax_mx.products.tcgen05 import align_for_trace
 
 Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
 

@@ -19,12 +19,12 @@ from jax_mx.arrays.checks import is_symbolic
 from jax_mx.arrays.sharding import shards_of
 from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_DTYPE
-from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_32X8, ScaleLayout
+from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_16X16, SHUFFLED_32X8, Layout
 from jax_mx.facts.windows import ROW
 from jax_mx.lowering import registry
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, dequantize
-from jax_mx.products import amd, blackwell, kernel_plans, kernels, pallas
+from jax_mx.products import amd, kernel_plans, kernels, pallas, tcgen05
 from jax_mx.products.contraction import (
     SUMS,
     Contraction,
@@ -54,7 +54,8 @@ class ProductImplementation(registry.Implementation):
       worth: whether `autotune` measures it for a contraction that it serves.
       ops: the public functions whose products it computes: dense ones, or those over groups.
       splits_itself: whether XLA knows how to split it among devices, and no rule of ours does.
-      layouts: of scales, that it reads as they lie; others are brought to rows for it.
+      is_pallas: whether its kernels are Pallas', which XLA cannot split.
+      layouts: of scales and values, that it reads as they lie; others are brought to rows for it.
       executed: where tests ran its kernels, if jax_mx/verified does not say it; empty: XLA has
         them.
     """
@@ -66,7 +67,8 @@ class ProductImplementation(registry.Implementation):
     worth: Callable[[Contraction], bool] = lambda _: True
     ops: tuple[str, ...] = (DENSE, GROUPED)
     splits_itself: bool = False
-    layouts: tuple[ScaleLayout, ...] = (ROW_MAJOR,)
+    is_pallas: bool = False
+    layouts: tuple[Layout, ...] = (ROW_MAJOR,)
     executed: str = ""
 
     def compute(self, contraction: Contraction, served: Served) -> jax.Array:
@@ -346,12 +348,12 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
         *map(_tiling, kernel_plans.ROWS),
         ProductImplementation(
             amd.NAME, "rocm", amd.support, amd.run, _on(chip_table.chips_of("flydsl").__contains__),
-            layouts=(SHUFFLED_32X8, ROW_MAJOR),
+            layouts=(SHUFFLED_32X8, SHUFFLED_16X16, ROW_MAJOR),
         ),
         ProductImplementation(
-            blackwell.NAME, "cuda", blackwell.support, blackwell.run,
+            tcgen05.NAME, "cuda", tcgen05.support, tcgen05.run,
             _on(chip_table.TCGEN05.__contains__), FP8_ERROR, layouts=(BLOCKED_128X4, ROW_MAJOR),
-            executed="JAX's interpreter",
+            executed="JAX's interpreter", is_pallas=True,
         ),
         ProductImplementation(
             "fp8", "any", _fp8_support, _fp8, _on(chip_table.FP8.__contains__), FP8_ERROR,
@@ -363,11 +365,12 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
         ),
         ProductImplementation(
             pallas.HOPPER, "cuda", pallas.hopper_support, pallas.run_hopper,
-            _on(lambda chip: chip_table.arch_of(chip) == "sm_90a"), ops=(GROUPED,),
+            _on(lambda chip: chip_table.arch_of(chip) == "sm_90a"), ops=(GROUPED,), is_pallas=True,
         ),
         ProductImplementation(
             pallas.BLACKWELL, "cuda", pallas.blackwell_support, pallas.run_blackwell,
             pallas.prefers_blackwell, executed="dense ones in JAX's interpreter, others nowhere",
+            is_pallas=True,
         ),
         ProductImplementation("dequantize", "any", _any("dequantize", True), _dequantize, _on_gpus),
         ProductImplementation("xla", "any", _any("xla", False), _plain, _always),

@@ -32,11 +32,19 @@ from jax_mx.arrays.sharding import is_explicit
 from jax_mx.lowering import primitive, registry, targets
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Numbers, contraction_of
+from jax_mx.products.contraction import (
+    ROWS,
+    SUMS,
+    Contraction,
+    Dims,
+    Numbers,
+    Served,
+    contraction_of,
+)
 from jax_mx.products.decide import chips_of, decide
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operand import Unquantized
-from jax_mx.products.splitting import splitting_of
+from jax_mx.products.splitting import Splitting, splitting_of
 
 
 # ---- one contraction ---
@@ -133,9 +141,22 @@ def _lower(platform: str | None, ctx: Any, *leaves: Any, tree: Any, numbers: Num
     splitting = splitting_of(abstract, target)
     abstract = splitting.contraction
     served = decide(abstract, target)
-    if splitting.is_shared_by(served):
-        return splitting.call(ctx, leaves, served, target)
-    name = served.implementation
+    with targets.pallas_lowers_for(chips_of(target) if target.carries else (), ctx) as ctx:
+        if splitting.is_shared_by(served):
+            return splitting.call(ctx, leaves, served, target)
+        return _lower_alone(ctx, leaves, tree, numbers, splitting, served)
+
+
+def _lower_alone(
+    ctx: Any,
+    leaves: Sequence[Any],
+    tree: Any,
+    numbers: Numbers,
+    splitting: Splitting,
+    served: Served,
+) -> Any:
+    """Lowers a product that devices do not share by a rule."""
+    abstract, name = splitting.contraction, served.implementation
     if not numbers.groups and any(0 in x.shape for x in (abstract.lhs, abstract.rhs)):
         name = "xla"  # libraries divide by lengths, or read elements
 
@@ -212,10 +233,8 @@ class Multiplication(NamedTuple):
         a, b = (forms[i][form] for i, form in (self.lhs, self.rhs))
         lead = tuple(range(self.batch))
         more = tuple(range(self.batch, self.batch + self.summed))
-        codes, others = (
-            form.array.values if isinstance(form.array, MXArray) else form.array for form in (a, b)
-        )
-        left, right = (*more, a.axis % codes.ndim), (*more, b.axis % others.ndim)
+        codes = a.array.values if isinstance(a.array, MXArray) else a.array
+        left, right = (*more, a.axis % a.array.ndim), (*more, b.axis % b.array.ndim)
         mesh, sharding = jax.typeof(codes).sharding.mesh, None
         if self.spec is not None and is_explicit(mesh):
             spec = jax.sharding.PartitionSpec(*self.spec)

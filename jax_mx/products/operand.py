@@ -471,11 +471,12 @@ def operand_for(
 
 def _arranged_mx(side: Arrangement, q: MXArray) -> MXArray:
     """An MXArray arranged like floats: its values and its scales, by themselves."""
-    if q.scale_layout.is_tiled and side.is_moved:
-        q = q.with_scales_in(ROW_MAJOR)
-    if q.scale_layout.is_tiled:
-        return q
-    values, scales = side.arranged(q.values), side.arranged(q.scales)
+    if side.is_moved:
+        q = q.with_scales_in(ROW_MAJOR).with_values_in(ROW_MAJOR_VALUES)
+    values, scales = (
+        a if layout.is_tiled else side.arranged(a)
+        for a, layout in ((q.values, q.value_layout), (q.scales, q.scale_layout))
+    )
     return dataclasses.replace(
         q, values=values, scales=scales, axis=-1 if len(q.block) == 2 else side.axis
     )

@@ -1,13 +1,20 @@
-"""What quantizers write for the products of a trace."""
+"""Layouts that products of a trace read as they lie."""
 
 from collections.abc import Mapping
 
 import jax
 
-from jax_mx.facts.chips import TCGEN05
-from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_32X8, ScaleLayout
+from jax_mx.facts.chips import TCGEN05, chips_of
+from jax_mx.facts.layouts import (
+    BLOCKED_128X4,
+    ROW_MAJOR,
+    SHUFFLED_16X16,
+    SHUFFLED_32X8,
+    Layout,
+    ScaleLayout,
+)
 from jax_mx.lowering import targets
-from jax_mx.products import blackwell
+from jax_mx.products import tcgen05
 
 # By chip, where scales lie that a matrix core takes without another pass; elsewhere in rows.
 _LAYOUTS: Mapping[str, ScaleLayout] = {
@@ -25,5 +32,13 @@ def layout_for_trace() -> ScaleLayout:
     if len(layouts) != 1 or not jax.sharding.get_abstract_mesh().empty:
         return ROW_MAJOR
     (layout,) = layouts
-    is_old = layout == BLOCKED_128X4 and jax.__version_info__ < blackwell.VERSION
+    is_old = layout == BLOCKED_128X4 and jax.__version_info__ < tcgen05.VERSION
     return ROW_MAJOR if is_old else layout
+
+
+def tiles_for_trace() -> tuple[Layout, ...]:
+    """The tiles that products of a trace read as they lie; on a mesh none."""
+    chips = {*targets.chips_of_trace(())}
+    if chips and chips <= {*chips_of("flydsl")} and jax.sharding.get_abstract_mesh().empty:
+        return (SHUFFLED_32X8, SHUFFLED_16X16)
+    return (layout_for_trace(),)

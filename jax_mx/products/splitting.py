@@ -48,10 +48,11 @@ class Splitting(NamedTuple):
     windows: int = 1
 
     def is_shared_by(self, served: Served) -> bool:
-        """Whether devices share it by the rule; without a kernel of ours XLA splits groups."""
-        if self.rule is None or IMPLEMENTATIONS[served.implementation].splits_itself:
+        """Whether devices share it by the rule; XLA splits groups that no kernel multiplies."""
+        row = IMPLEMENTATIONS[served.implementation]
+        if self.rule is None or row.splits_itself:
             return False
-        return not self.contraction.numbers.groups or served.plan is not None
+        return not self.contraction.numbers.groups or served.plan is not None or row.is_pallas
 
     def of_arrays(self, contraction: Contraction) -> Contraction:
         """The same contraction, of arrays, with the windows that are known."""

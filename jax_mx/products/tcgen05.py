@@ -1,275 +1,224 @@
-"""The kernel of the implementation "tcgen05": products on Blackwell's tensor cores, in Pallas.
+"""The implementation "tcgen05": products by Blackwell's tensor cores, of operands as they lie.
 
-One thread block computes a tile of the result, 128 rows by 128 or 256 columns. TMA brings operands
-into shared memory as they lie, codes and scales in `blocked_128x4`, or floats. Scales go on to
-tensor memory as they are, and the tensor core multiplies sums of 32 products by them. It sums in
-float32, in tensor memory.
+Codes and scales of two MX arrays, dense or over groups; and over groups floats, which kernels make
+of MX arrays where the tensor core takes no pair of them. tcgen05_kernel.py has the kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
-ROWS = 128  # of a tile, also of a tile of scales
-_DEPTH = 128  # bytes of a row that one step reads
-_COLUMNS = 32  # of the result that go through shared memory at once
-_SHARED = 227 << 10  # bytes that a thread block may have, see facts/chips.py
-_RESERVED = 2 << 10  # of them, for barriers and Pallas
+from jax_mx.arrays import views
+from jax_mx.arrays.checks import is_symbolic
+from jax_mx.facts.chips import TCGEN05
+from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
+from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR
+from jax_mx.lowering import targets
+from jax_mx.ops.mxarray import MXArray, floats_of
+from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, is_along, refused
+from jax_mx.products.tcgen05_kernel import ROWS as TILE
+from jax_mx.products.tcgen05_kernel import Items, Side, depth_of, product
+from jax_mx.reference.ragged import clamped
 
-
-class Side(NamedTuple):
-    """An operand.
-
-    Attributes:
-      array: (matrices, rows, contracted): float8, float4, or bfloat16 and float16 without scales.
-      scales: (matrices, row tiles, column tiles, 512) in `blocked_128x4`, or None.
-    """
-
-    array: jax.Array
-    scales: jax.Array | None = None
+NAME = "tcgen05"
+VERSION = (0, 11, 2)  # of JAX, whose interpreter executes the kernel
+ALIGN = 128  # elements: groups that are contracted begin at its multiples where codes are read
+_EIGHTS, _FOURS = {MXFP8_E4M3, MXFP8_E5M2}, {MXFP4_E2M1}
+_FLOATS = (jnp.bfloat16, jnp.float16)
 
 
-class Items(NamedTuple):
-    """What each row of thread blocks computes: int32 arrays of one length.
-
-    Attributes:
-      lhs: the matrix of lhs; so are rhs and out.
-      rhs: see lhs.
-      out: see lhs.
-      tile: the tile of 128 rows, of lhs and of the result.
-      start: the first row of the tile that belongs to the item.
-      stop: the row behind the last one; the tile may end behind the array.
-      first: the first step along the contracted axis.
-      steps: how many steps there are; with none the result is zero.
-    """
-
-    lhs: Any
-    rhs: Any
-    out: Any
-    tile: Any
-    start: Any
-    stop: Any
-    first: Any
-    steps: Any
-
-    @property
-    def table(self) -> jax.Array:
-        """One int32 array, item by item."""
-        columns = jnp.broadcast_arrays(*(jnp.asarray(column, jnp.int32) for column in self))
-        return jnp.stack([column.reshape(-1) for column in columns], 1).reshape(-1)
+# ---- what quantizers write for it ---
+def align_for_trace() -> int:
+    """The multiples at which groups begin along rows, so that products of a trace read codes."""
+    return ALIGN if _serves_trace() else 1
 
 
-def depth_of(dtype: Any, align: int = 0) -> int:
-    """How many elements one step contracts.
-
-    Args:
-      dtype: of the operands.
-      align: groups of the contracted axis begin at its multiples; 0: there are none.
-    """
-    return math.gcd(_DEPTH * 8 // jnp.finfo(dtype).bits, align)
+def _serves_trace() -> bool:
+    chips = targets.chips_of_trace(())
+    return bool(chips) and not _lacking(chips)
 
 
-def product(
-    lhs: Side, rhs: Side, items: Items, matrices: int, dtype: Any, depth: int, turn: int = 0
-) -> jax.Array:
-    """The matrices of the result, (matrices, rows of lhs, rows of rhs).
+# ---- what it serves ---
+def support(contraction: Contraction, chips: Sequence[str]) -> Served:
+    """Whether the kernel serves a contraction on chips."""
+    why = _lacking(chips) or contraction.unsplit or _shapes(contraction)
+    if not why and not _codes(contraction):
+        return Served(NAME)
+    if not why and contraction.numbers.groups and not _floats(contraction):
+        return Served(NAME, reads_floats=True)
+    return refused(NAME, contraction, why or _codes(contraction))
 
-    Args:
-      lhs: an operand.
-      rhs: the other one, whose rows are the columns of the result.
-      items: they cover each row of the result once.
-      matrices: of the result.
-      dtype: of the result.
-      depth: how many elements one step contracts, see `depth_of`.
-      turn: after how many steps an item goes on with the next matrix of both; 0: it does not.
-    """
-    import jax.experimental.pallas.mosaic_gpu as plgpu
 
-    dtype, rows, columns = np.dtype(dtype), lhs.array.shape[1], rhs.array.shape[1]
-    unit = 16 // dtype.itemsize  # TMA wants rows that begin at multiples of 16 bytes
-    wide, width = -(-columns // unit) * unit, 2 * ROWS if columns > ROWS else ROWS
-    across, table = -(-columns // width), items.table
-    count = table.size // len(items._fields)
-    operands = {"a": lhs.array, "b": rhs.array}
-    for name, side in (("a_scales", lhs), ("b_scales", rhs)):
-        if side.scales is not None:
-            operands[name] = side.scales.reshape(*side.scales.shape[:-1], 32, 16)
-    kernel = plgpu.kernel(
-        _body([*operands], (across, width, depth, turn)),
-        out_type=jax.ShapeDtypeStruct((matrices, rows, wide), dtype),
-        grid=(across * count,),
-        grid_names=("tile",),
-        scratch_types=_scratch(operands, dtype, width, depth),
+def _lacking(chips: Sequence[str]) -> str:
+    """What chips or JAX lack; empty where nothing is."""
+    for chip in chips:
+        if chip not in TCGEN05:
+            return f"has a kernel for {' and '.join(TCGEN05)}, none for {chip}"
+    if jax.__version_info__ < VERSION:
+        return f"wants JAX {'.'.join(map(str, VERSION))} or later, this is {jax.__version__}"
+    return ""
+
+
+def _shapes(contraction: Contraction) -> str:
+    """Why the kernel takes no arrays of these shapes; empty where it does."""
+    sides = (contraction.lhs, contraction.rhs)
+    if any(is_symbolic(n) for x in sides for n in x.shape):
+        return "takes no symbolic lengths"
+    return "" if contraction.work else "takes arrays with elements"
+
+
+def _codes(contraction: Contraction) -> str:
+    """Why the tensor core does not read codes; empty where it does."""
+    numbers, sides = contraction.numbers, (contraction.lhs, contraction.rhs)
+    if numbers.exact:
+        return "sums in the tensor core, and the call asks for a higher precision"
+    for x, dims in zip(sides, numbers.contracting, strict=True):
+        if not isinstance(x, MXArray) or not is_along(x, dims[-1]):
+            return "wants both operands in blocks along the contracted dimension"
+        if x.format == MXFP4_E2M1 and (x.axis != -1 or len(x.block) == 2):
+            return "takes mxfp4_e2m1 in blocks along the last axis"
+    formats = {contraction.lhs.format, contraction.rhs.format}
+    if not (formats <= _EIGHTS or formats <= _FOURS):
+        return "takes two operands of MXFP8, or two of mxfp4_e2m1"
+    if numbers.groups == SUMS and numbers.align % ALIGN:
+        return f"wants groups that begin at multiples of {ALIGN}"
+    return ""
+
+
+def _floats(contraction: Contraction) -> str:
+    """Why it does not multiply floats, over groups; empty where it does."""
+    numbers, sides = contraction.numbers, (contraction.lhs, contraction.rhs)
+    dtypes = {jnp.dtype(jnp.bfloat16) if isinstance(x, MXArray) else x.dtype for x in sides}
+    if len(dtypes) > 1 or not dtypes <= {*map(jnp.dtype, _FLOATS)}:
+        return "takes floats of one dtype, bfloat16 or float16"
+    if contraction.length % 8:
+        return "wants a contracted length that 8 divides"
+    if numbers.groups == SUMS and numbers.align % BLOCK:
+        return f"wants groups that begin at multiples of {BLOCK}"
+    return ""
+
+
+# ---- what it computes ---
+def run(contraction: Contraction, served: Served) -> jax.Array:
+    """The product."""
+    del served
+    numbers, groups = contraction.numbers, contraction.numbers.groups
+    reads = _float_side if _codes(contraction) else _code_side
+    batches = ((), (0,)) if groups == ROWS else numbers.batch
+    lhs, rhs = (
+        reads(x, dims, batch)
+        for x, dims, batch in zip(
+            (contraction.lhs, contraction.rhs), numbers.contracting, batches, strict=True
+        )
     )
-    return kernel(table, *operands.values())[..., :columns]
+    rows, align = lhs.array.shape[1], numbers.align if groups == SUMS else 0
+    depth = depth_of(lhs.array.dtype, align)
+    steps = -(-lhs.array.shape[2] // depth)
+    if groups == ROWS:
+        items, matrices = _items_of_rows(contraction.sizes, rows, steps), 1
+    elif groups == SUMS:
+        items = _items_of_sums(contraction.sizes, rows, contraction.length, depth)
+        matrices = contraction.groups
+    else:
+        matrices = math.prod(contraction.lhs.shape[d] for d in numbers.batch[0])
+        items = _items(matrices, lhs.array.shape[0] // matrices, rows, steps)
+    y = product(lhs, rhs, items, matrices, numbers.dtype, depth, 0 if groups else steps)
+    lead = [contraction.groups] if groups == SUMS else []
+    lead += [contraction.lhs.shape[d] for d in numbers.batch[0]]
+    free = (x.shape[d] for i, x in enumerate((contraction.lhs, contraction.rhs))
+            for d in contraction.free(i))  # fmt: skip
+    return y.reshape(*lead, *free)
 
 
-def _scratch(
-    operands: Mapping[str, jax.Array], out: np.dtype, width: int, depth: int
-) -> dict[str, Any]:
-    """What a thread block has in shared memory and in tensor memory."""
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
-    codes = operands["a"].dtype
-    bits = jnp.finfo(codes).bits
-    tiles = {"a_scales": 1, "b_scales": width // ROWS} if "a_scales" in operands else {}
-    stage = (ROWS + width) * depth * bits // 8 + sum(tiles.values()) * 4 * depth
-    bounce = ROWS * _COLUMNS * out.itemsize
-    stages = (_SHARED - _RESERVED - 3 * bounce) // stage
-
-    def tiled(shape: tuple[int, ...], dtype: Any, bits: int) -> Any:
-        swizzle = plgpu.find_swizzle(shape[-1] * bits)
-        tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
-
-    scratch = {
-        "a": tiled((stages, ROWS, depth), codes, bits),
-        "b": tiled((stages, width, depth), operands["b"].dtype, bits),
-        "sums": plgpu.TMEM((ROWS, width), jnp.float32),
-        "whole": tiled((2, ROWS, _COLUMNS), out, 8 * out.itemsize),
-        "parts": plgpu.SMEM((ROWS, _COLUMNS), out),
-        "filled": plgpu.Barrier(num_arrivals=len(operands), num_barriers=stages),
-        "consumed": plgpu.Barrier(num_barriers=stages, orders_tensor_core=True),
-        "factors": [],
-    }
-    e8m0, layout = jnp.float8_e8m0fnu, plgpu.TMEMLayout.SCALES_LAYOUT
-    for name, many in tiles.items():
-        scratch[name] = plgpu.SMEM((stages, many, depth // ROWS, 32, 16), e8m0)
-    for _ in range(2 if tiles else 0):  # of two steps, one after the other
-        shapes = [(many * ROWS, depth // 32) for many in tiles.values()]
-        scratch["factors"].append([plgpu.TMEM(shape, e8m0, layout=layout) for shape in shapes])
-    return scratch
+def _order(x: Any, contracting: Dims, batch: Dims) -> list[int]:
+    """Dimensions as the kernel has them: batch, what is summed beside, rows, contracted ones."""
+    first, last = (*batch, *contracting[:-1]), contracting[-1]
+    return [*first, *(d for d in range(x.ndim) if d not in (*first, last)), last]
 
 
-def _body(names: list[str], lengths: tuple[int, int, int, int]) -> Callable[..., None]:
-    """The kernel, of operands of these names."""
-    across, width, depth, turn = lengths
-    import jax.experimental.pallas as pl
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
-    def body(table: Any, *refs: Any, **scratch: Any) -> None:
-        *operands, out = refs
-        at, fields = lax.axis_index("tile"), len(Items._fields)
-        place, column = at // across, at % across
-        item = Items(*(table[place * fields + i] for i in range(fields)))
-
-        def fetch(step: Any, slot: Any) -> None:
-            matrix = step // turn if turn else 0
-            k, tiles = item.first + step - matrix * turn, width // ROWS
-            elements, blocks = pl.ds(k * depth, depth), pl.ds(k * (depth // ROWS), depth // ROWS)
-            parts = {
-                "a": (item.lhs + matrix, pl.ds(item.tile * ROWS, ROWS), elements),
-                "b": (item.rhs + matrix, pl.ds(column * width, width), elements),
-                "a_scales": (item.lhs + matrix, pl.ds(item.tile, 1), blocks),
-                "b_scales": (item.rhs + matrix, pl.ds(column * tiles, tiles), blocks),
-            }
-            for name, operand in zip(names, operands, strict=True):
-                target, barrier = scratch[name].at[slot], scratch["filled"].at[slot]
-                plgpu.copy_gmem_to_smem(operand.at[parts[name]], target, barrier)
-
-        _multiply(item.steps, fetch, scratch)
-        result = out.at[item.out, pl.ds(item.tile * ROWS, ROWS), pl.ds(column * width, width)]
-        _store(item, result, scratch)
-
-    return body
+def _arranged(a: jax.Array, order: Sequence[int], lead: int) -> jax.Array:
+    """(matrices, rows, contracted)."""
+    a = a.transpose(order)
+    return a.reshape(math.prod(a.shape[:lead]), -1, a.shape[-1])
 
 
-def _multiply(steps: Any, fetch: Callable[[Any, Any], None], scratch: dict[str, Any]) -> None:
-    """All steps of a tile. When it returns, their sums are in tensor memory.
+def _float_side(x: Any, contracting: Dims, batch: Dims) -> Side:
+    last = x.ndim - 1
+    if isinstance(x, MXArray):  # in the same pass with the last two axes swapped, if it has to be
+        swapped = contracting[-1] != last
+        x = floats_of(x, transpose=swapped)
+        contracting = (*contracting[:-1], last)
+    order = _order(x, contracting, batch)
+    return Side(_arranged(x, order, len(batch) + len(contracting) - 1))
 
-    While one step is under way the one before it has ended: its stage is filled anew, and the step
-    behind overwrites its scales in tensor memory. Every wait ends: of `filled`, as each stage that
-    is waited for was fetched before; of `consumed`, as the product that arrives at it was issued.
+
+def _code_side(x: MXArray, contracting: Dims, batch: Dims) -> Side:
+    last, lead = contracting[-1], len(batch) + len(contracting) - 1
+    if len(x.block) == 2:  # its transposed array is the array transposed
+        x = (x if last == x.ndim - 1 else x.mT).expand(-1)
+        contracting = (*contracting[:-1], x.ndim - 1)
+    order = _order(x, contracting, batch)
+    codes = x.as_float4() if x.format == MXFP4_E2M1 else x.values
+    array = _arranged(codes, order, lead)
+    if x.scale_layout == BLOCKED_128X4 and _lies(x, order, lead):
+        scales = x.scales
+    else:
+        rows = _arranged(x.with_scales_in(ROW_MAJOR).scales, order, lead)
+        scales = views.pack(BLOCKED_128X4, rows)
+    return Side(array, scales.reshape(array.shape[0], -1, *scales.shape[-2:]))
+
+
+def _lies(x: MXArray, order: Sequence[int], lead: int) -> bool:
+    """Whether tiles of scales are those of the matrices that the kernel has.
+
+    Tiles of an array with blocks along -2 are those of its last two axes swapped.
     """
-    import jax.experimental.pallas as pl
-    import jax.experimental.pallas.mosaic_gpu as plgpu
-
-    filled, consumed = scratch["filled"], scratch["consumed"]
-    stages = scratch["a"].shape[0]
-
-    def begin(slot: Any, _: Any) -> None:
-        fetch(slot, slot)
-
-    def multiply(step: Any, slot: Any, factors: list[Any]) -> None:
-        for name, target in zip(("a_scales", "b_scales"), factors, strict=False):
-            plgpu.async_copy_scales_to_tmem(scratch[name].at[slot], target)
-        a, b = scratch["a"].at[slot], scratch["b"].at[slot].transpose((1, 0))
-        scales = dict(zip(("a_scale", "b_scale"), factors, strict=False))
-        sums, accumulate = scratch["sums"], step > 0
-        plgpu.tcgen05_mma(sums, a, b, consumed.at[slot], accumulate=accumulate, **scales)
-
-    def one(step: Any, _: Any) -> None:
-        slot, factors = lax.rem(step, stages), scratch["factors"]
-        plgpu.barrier_wait(filled.at[slot])
-        if not factors:
-            multiply(step, slot, [])
-        for parity, pair in enumerate(factors):
-            pl.when(lax.rem(step, 2) == parity)(lambda pair=pair: multiply(step, slot, pair))
-
-        @pl.when(step > 0)
-        def _() -> None:
-            before, ahead = lax.rem(step - 1, stages), step - 1 + stages
-            plgpu.barrier_wait(consumed.at[before])
-            pl.when(ahead < steps)(lambda: fetch(ahead, before))
-
-    lax.fori_loop(0, jnp.minimum(steps, stages), begin, None)
-    lax.fori_loop(0, steps, one, None)
-
-    @pl.when(steps > 0)
-    def _() -> None:
-        plgpu.barrier_wait(consumed.at[lax.rem(steps - 1, stages)])
-
-    @pl.when(steps == 0)
-    def _() -> None:
-        sums = scratch["sums"]
-        plgpu.async_store_tmem(sums, jnp.zeros(sums.shape, sums.dtype))
-        plgpu.commit_tmem()
+    same = [*order[:-2]] == [*range(x.ndim - 2)]
+    return same and (lead == x.ndim - 2 or x.shape[order[-2]] % TILE == 0)
 
 
-def _store(item: Items, result: Any, scratch: dict[str, Any]) -> None:
-    """Writes the rows of a tile that belong to the item, by TMA, which skips what is no element.
+# ---- what thread blocks compute ---
+def _items(matrices: int, summed: int, rows: int, steps: int) -> Items:
+    """Each tile of each matrix, over so many matrices of both operands."""
+    matrix, tile = jnp.indices((matrices, -(-rows // TILE)), jnp.int32)
+    return Items(matrix * summed, matrix * summed, matrix, tile, 0, TILE, 0, summed * steps)
 
-    Copies of a part of a tile have known lengths, powers of two, and shared memory as they lie.
+
+def _items_of_rows(sizes: jax.Array, rows: int, steps: int) -> Items:
+    """The tiles that each group has rows of; rows behind the groups are a group without steps.
+
+    The last tile ends behind the array: nothing is written there. Items that are not needed have no
+    rows.
     """
-    import jax.experimental.pallas as pl
-    import jax.experimental.pallas.mosaic_gpu as plgpu
+    count, groups = -(-rows // TILE), sizes.shape[0]
+    lengths = clamped(sizes, rows)
+    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    ends = jnp.append(ends, rows)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+    ends, empty = jnp.where(ends == rows, count * TILE, ends), ends == starts
+    tiles = jnp.where(empty, 0, -(-ends // TILE) - starts // TILE)
+    before = jnp.cumsum(tiles, dtype=jnp.int32)
+    item = jnp.arange(count + groups, dtype=jnp.int32)
+    owner = jnp.searchsorted(before, item, side="right", method="compare_all")
+    is_one = owner <= groups
+    owner = jnp.minimum(owner, groups).astype(jnp.int32)
+    tile = starts[owner] // TILE + item - (before - tiles)[owner]
+    tile = jnp.where(is_one, tile, 0)
+    start = jnp.where(is_one, jnp.maximum(starts[owner] - tile * TILE, 0), 0)
+    stop = jnp.where(is_one, jnp.minimum(ends[owner] - tile * TILE, TILE), 0)
+    many = jnp.where(is_one & (owner < groups), steps, 0)
+    return Items(0, jnp.minimum(owner, groups - 1), 0, tile, start, stop, 0, many)
 
-    whole, parts, sums = scratch["whole"], scratch["parts"], scratch["sums"]
-    is_whole, many = (item.start == 0) & (item.stop == ROWS), item.stop - item.start
 
-    def all_rows(y: jax.Array, columns: Any, slot: Any) -> None:
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        whole[slot] = y
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(whole.at[slot], result.at[:, columns])
-
-    def some_rows(y: jax.Array, columns: Any) -> None:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        parts[...] = y
-        plgpu.commit_smem()
-        row = item.start
-        for length in (64, 32, 16, 8, 4, 2, 1):
-            here = pl.ds(row, length)
-
-            @pl.when(many & length != 0)
-            def _(here=here) -> None:
-                plgpu.copy_smem_to_gmem(parts.at[here], result.at[here, columns])
-
-            row += many & length
-
-    def one(i: Any, _: Any) -> None:
-        columns = pl.ds(i * _COLUMNS, _COLUMNS)
-        y = plgpu.async_load_tmem(sums.at[:, columns]).astype(whole.dtype)
-        pl.when(is_whole)(lambda: all_rows(y, columns, lax.rem(i, 2)))
-        pl.when(jnp.logical_not(is_whole))(lambda: some_rows(y, columns))
-
-    lax.fori_loop(0, sums.shape[1] // _COLUMNS, one, None)
-    plgpu.wait_load_tmem()
-    plgpu.wait_smem_to_gmem(0)
+def _items_of_sums(sizes: jax.Array, rows: int, length: int, depth: int) -> Items:
+    """Each tile of each group's matrix."""
+    lengths = clamped(sizes, length)
+    starts = jnp.cumsum(lengths, dtype=jnp.int32) - lengths
+    group, tile = jnp.indices((sizes.shape[0], -(-rows // TILE)), jnp.int32)
+    first, steps = starts // depth, -(-lengths // depth)
+    return Items(0, 0, group, tile, 0, TILE, first[group], steps[group])
