@@ -30,7 +30,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 # Private to JAX, all of it; used here alone, pinned by tests/test_primitive.py.
 from jax._src import core, dispatch, sharding_impls, xla_bridge  # isort: skip
-from jax._src.interpreters import mlir as modules, partial_eval  # isort: skip
+from jax._src.interpreters import ad as tangents, mlir as modules, partial_eval  # isort: skip
 from jax._src.lib import xla_client  # isort: skip
 from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
     sdy_sharding_rule_to_mlir,
@@ -63,6 +63,11 @@ logger = logging.getLogger("jax_mx")
 def varies(x: Any) -> bool:
     """Whether an array is known to differ among the shards of a shard_map around it."""
     return "{V:" in jax.typeof(x).str_short()
+
+
+def is_differentiated(x: Any) -> bool:
+    """Whether a derivative by x is being taken, by jax.grad, jax.vjp, jax.jvp or jax.linearize."""
+    return isinstance(x, tangents.JVPTracer | tangents.LinearizeTracer)
 
 
 def is_tracing() -> bool:

@@ -24,7 +24,7 @@ from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.mxarray import FROZEN, MXArray
 from jax_mx.products.arrangements import Arrangement, Arrangements
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.multiply import Multiplication, Step
@@ -67,8 +67,8 @@ def values_of(op: str, args: Any, quantized: Any) -> Any:
       op: for messages.
       args: a pytree of `jax.custom_derivatives.CustomVJPPrimal`.
       quantized: the operands' quantized parts among them. By an `MXArray` nothing is
-        differentiated: its cotangent would be zeros, and E8M0 has no zero, so that an optimizer
-        would make NaN of scales. Forms of a `QuantizedWeight` stand beside floats, and may be.
+        differentiated, also not where it was made of leaves that are. Forms of a `QuantizedWeight`
+        stand beside floats, and may be.
 
     Raises:
       TypeError: an `MXArray` is differentiated by.
@@ -76,11 +76,7 @@ def values_of(op: str, args: Any, quantized: Any) -> Any:
     for part in quantized:
         is_asked = any(leaf.perturbed for leaf in jax.tree.leaves(part))
         if isinstance(part, MXArray) and is_asked:
-            raise TypeError(
-                f"{op}: an MXArray is among what is differentiated, and codes have no derivative; "
-                "differentiate by the other leaves: trained, frozen = jax_mx.partition(params), "
-                "and jax_mx.combine(trained, frozen) in the loss"
-            )
+            raise TypeError(f"{op}: {FROZEN}")
     return jax.tree.map(lambda primal: primal.value, args)
 
 

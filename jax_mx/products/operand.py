@@ -23,8 +23,8 @@ from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout
 from jax_mx.facts.windows import SHARD, Window, lengths_of, share_a_read
 from jax_mx.lowering import primitive
+from jax_mx.ops import mxarray
 from jax_mx.ops.activations import made
-from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.planning import Options
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessing_of
@@ -62,10 +62,13 @@ class BlockRule(NamedTuple):
     square: bool = False
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProductOperand:
-    """An operand of one product: a form.
+    """An operand of one product: a form. Its leaves are those of the array, which it rebuilds.
+
+    JAX takes derivatives by the whole of a `QuantizedWeight`, whose forms get zeros that nobody
+    reads; an `MXArray` that is a pytree node refuses that.
 
     Attributes:
       array: an `MXArray` or floats, arranged (arrangements.py).
@@ -74,8 +77,21 @@ class ProductOperand:
     """
 
     array: MXArray | jax.Array
-    axis: int = dataclasses.field(default=-1, metadata={"static": True})
-    gathered: bool = dataclasses.field(default=False, metadata={"static": True})
+    axis: int = -1
+    gathered: bool = False
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
+        """The array's leaves; and what is static, of the array too."""
+        is_mx = isinstance(self.array, MXArray)
+        leaves, of_array = mxarray.flattened(self.array) if is_mx else (self.array, None)
+        return ((jax.tree_util.GetAttrKey("array"), leaves),), (self.axis, self.gathered, of_array)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple, children: Any) -> ProductOperand:
+        """The inverse."""
+        (leaves,), (axis, gathered, of_array) = children, aux
+        array = leaves if of_array is None else mxarray.unflattened(of_array, leaves)
+        return cls(array, axis, gathered)
 
 
 @jax.tree_util.register_dataclass
@@ -126,7 +142,23 @@ def _arrangement(text: bytes) -> tuple[Arrangement]:
     return (Arrangement(*parts),)
 
 
-register_for_export(ProductOperand, "Form")
+def _serialized(aux: tuple) -> bytes:
+    *static, of_array = aux
+    text = None if of_array is None else mxarray.serialized(of_array).decode()
+    return json.dumps([*static, text]).encode()
+
+
+def _deserialized(text: bytes) -> tuple:
+    *static, of_array = json.loads(text)
+    return *static, None if of_array is None else mxarray.deserialized(of_array.encode())
+
+
+jax.export.register_pytree_node_serialization(
+    ProductOperand,
+    serialized_name="jax_mx.Form",
+    serialize_auxdata=_serialized,
+    deserialize_auxdata=_deserialized,
+)
 jax.export.register_pytree_node_serialization(
     QuantizedWeight,
     serialized_name="jax_mx.QuantizedWeight",
