@@ -167,6 +167,15 @@ def test_kernels_are_told_by_their_names():
     }
 
 
+def test_overlap_is_time_in_which_both_run():
+    """Kernels overlap each other, too; some collectives have nothing beside them."""
+    spans = [("a", 0, 4), ("nccl", 2, 10), ("b", 3, 5), ("c", 8, 20), ("ncclX", 9, 12)]
+    spans += [("nccl", 30, 33), ("d", 33, 40)]
+    events = [timing.Event(1e6 * begin, 1e6 * (end - begin), name) for name, begin, end in spans]
+    assert program.overlap(events) == (13, 7)
+    assert program.overlap([]) == (0, 0)
+
+
 def test_collectives_of_loops_count_as_often_as_they_run():
     mesh = llama.split_of("jit", 8).mesh
     split, whole = (jax.NamedSharding(mesh, spec) for spec in (P("fsdp"), P()))

@@ -205,8 +205,8 @@ class MXArray:
           ValueError: it would cut blocks or tiles.
         """
         op = "MXArray.reshape"
-        new = shape[0] if len(shape) == 1 else shape
-        if getattr(new, "ndim", 0) == 1:
+        new: Any = shape[0] if len(shape) == 1 else shape
+        if getattr(new, "ndim", 0) == 1 and jnp.issubdtype(new.dtype, jnp.integer):
             new = tuple(map(int, new))  # an array's numbers
         try:
             return indexing.reshaped(op, checked(op, "the array", self), new)

@@ -241,14 +241,15 @@ class Unquantized:
         plain = all(use.hadamard is None and use.rounding is None for use in uses)
         is_one = len(formats) == 1 and None not in formats
         by_blocks = all(use.window == BLOCK for use in uses) and not self.blocks.square
-        return is_one and plain and self._is_bfloat16 and by_blocks and not self._has_sums
+        return is_one and plain and self._is_bfloat16 and by_blocks and not self.has_sums
 
     @property
     def _is_bfloat16(self) -> bool:
         return self.x.dtype == jnp.bfloat16
 
     @property
-    def _has_sums(self) -> bool:
+    def has_sums(self) -> bool:
+        """Whether sums of its columns are wanted, too."""
         return isinstance(self.activation, WithSums)
 
     def forms(self, as_floats: Sequence[bool] = (False, False)) -> tuple[Any, ...]:
@@ -268,7 +269,7 @@ class Unquantized:
         self._require_whole_blocks()
         parts, x = self._parts(as_floats), self.x
         x = padded(x, self.pads) if any(self.pads) else x
-        if self._has_sums and not self._sums_with(parts):
+        if self.has_sums and not self._sums_with(parts):
             rows = made("quantize", x, self.activation.own)
             plain = dataclasses.replace(self, activation=self.activation.own)
             return *plain.forms(), rows.astype(jnp.float32)
@@ -335,14 +336,14 @@ class Unquantized:
     @property
     def _scale_layout(self) -> ScaleLayout:
         """Where scales lie: of square blocks and of gradients kernels write them in rows alone."""
-        own = self.activation.own if self._has_sums else self.activation
+        own = self.activation.own if self.has_sums else self.activation
         alone = self.blocks.square or getattr(own, "gradient", None) is not None
         return ROW_MAJOR if alone else layout_for_trace()
 
     def _floats(self, x: jax.Array) -> jax.Array:
         """In bfloat16 what `quantize` would quantize."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
-        own = self.activation.own if self._has_sums else self.activation
+        own = self.activation.own if self.has_sums else self.activation
         return (x if own is None else made("quantize", x, own)).astype(jnp.bfloat16)
 
     def _sums_with(self, parts: list[_Part]) -> bool:
