@@ -323,8 +323,10 @@ class Step:
         """An operand of which only those forms are wanted that the step wants."""
         if not isinstance(operand, Unquantized) or operand.has_sums:
             return operand
-        wanted = [was and (number, f) in self.wanted for f, was in enumerate(operand.wanted)]
-        return dataclasses.replace(operand, wanted=tuple(wanted))
+        first, second = ((number, f) in self.wanted for f in (0, 1))
+        return dataclasses.replace(
+            operand, wanted=(operand.wanted[0] and first, operand.wanted[1] and second)
+        )
 
     def computed(
         self, operands: Operands, sizes: Any, names: Sequence[str] | None = None

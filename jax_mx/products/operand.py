@@ -82,8 +82,9 @@ class ProductOperand:
 
     def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
         """The array's leaves; and what is static, of the array too."""
-        is_mx = isinstance(self.array, MXArray)
-        leaves, of_array = mxarray.flattened(self.array) if is_mx else (self.array, None)
+        leaves, of_array = self.array, None
+        if isinstance(self.array, MXArray):
+            leaves, of_array = mxarray.flattened(self.array)
         return ((jax.tree_util.GetAttrKey("array"), leaves),), (self.axis, self.gathered, of_array)
 
     @classmethod
