@@ -477,9 +477,10 @@ def _without_unread(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """JAX's rule for a step some of whose forms nobody reads, as in jax.checkpoint's first pass."""
     if not any(used):
         return [False] * len(eqn.invars), None
-    if eqn.params["mapped"]:  # its leaves are not those that the step takes
-        return [True] * len(eqn.invars), eqn
     step, tree, passed = (eqn.params[name] for name in ("step", "tree", "passed"))
+    # The leaves of a mapped step are not those that the step takes.
+    if all(used[len(step.multiplications) :]) or eqn.params["mapped"]:
+        return [True] * len(eqn.invars), eqn
     avals, flags = [v.aval for v in eqn.invars], iter(used)
     results = jax.eval_shape(lambda *leaves: step.computed(*tree.unflatten(leaves)), *avals)
     count = len(jax.tree.leaves(results))
