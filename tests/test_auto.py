@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal
+from helpers import assert_bits_equal, assert_refused
 
 import jax_mx
 from jax_mx import MXFP4, MXFP8, MXFP8_ROWS, MXFP8_WINDOWS, Recipe
@@ -254,3 +254,24 @@ def test_in_shard_map_work_is_a_devices():
     rows = least_rows()
     for each, name in ((rows - 1, "bf16"), (rows, "mxfp8_rows")):
         assert became(f, like(8 * each, 4096), like(4096, 4096), device="sm_90") == {name}
+
+
+def test_auto_says_where_the_weight_stands():
+    """As a recipe of chips does; the value resolves as the name does."""
+    x, w, left = floats((2048, 64)), floats((96, 64), 1), Recipe.auto(weight="lhs")
+    assert_bits_equal(jax_mx.matmul(x, w.T, recipe=Recipe.auto()), jax_mx.matmul(x, w.T))
+    assert Recipe.auto() == Recipe.auto() != left
+    assert_refused(lambda: left.quantize_weight(w.T), ValueError, "call jax_mx.quantize_weights")
+    (y, pull), (want, plain) = (
+        jax.vjp(f, w, x)
+        for f in (
+            lambda w, x: jax_mx.einsum("nk,mk->nm", w, x, recipe=left),
+            lambda w, x: jax_mx.einsum("mk,nk->mn", x, w).T,
+        )
+    )
+    assert_bits_equal(y, want)
+    jax.tree.map(assert_bits_equal, pull(y), plain(y))
+    wide = like(4096, 4096), like(4096, LARGE)
+    for recipe in (left, Recipe.auto()):
+        f = functools.partial(jax_mx.matmul, recipe=recipe)
+        assert became(f, *wide, device=HOPPER[0]) == became(jax_mx.matmul, *wide, device=HOPPER[0])

@@ -299,6 +299,9 @@ class TestTokamaxInMX(IN_MX):
         monkeypatch.setattr(base, "ref", ref)
 
 
+del IN_FLOATS, IN_MX  # pytest collects classes of unittest by whatever name
+
+
 # ---- MaxText ---
 SIZES = (
     "run_name=t dataset_type=synthetic hardware=cpu steps=5 base_emb_dim=128 base_mlp_dim=256 "

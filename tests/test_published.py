@@ -119,6 +119,17 @@ def test_parts_of_a_layer_become_one():
     assert_refused(lambda: load(GOLDEN / "mxfp4a16", join="qkv"), TypeError, "join must map")
 
 
+def test_a_part_without_the_first_is_told(tmp_path):
+    names = ("0.gate_proj", "0.up_proj", "1.up_proj")
+    tensors = {f"{name}.weight": np.ones((2, 4), np.float32) for name in names}
+    folder = write(tmp_path / "model", tensors)
+    with pytest.warns(
+        UserWarning, match="'1.up_proj.weight' stays by itself, as its layer"
+    ) as told:
+        params = jax_mx.load_checkpoint(folder, join={"both": ["gate_proj", "up_proj"]})
+    assert {*params} == {"0.both.weight", "1.up_proj.weight"} and told[0].filename == __file__
+
+
 def test_experts_are_what_a_layer_takes():
     """Gates and ups of all experts are one array, as `moe` takes them."""
     load = jax_mx.load_checkpoint

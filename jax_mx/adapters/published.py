@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_mx.adapters.rules import depth
 from jax_mx.arrays.checks import shown
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Format
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
@@ -181,7 +183,8 @@ def load_checkpoint(
     Args:
       folder: of the model, or a .safetensors file or an index in it, beside its config.json.
       join: names of parts of a layer that become one array, one behind the other along outputs,
-        by the name that this gets: one product instead of several. Biases, too.
+        by the name that this gets: one product instead of several. Biases, too. A later part whose
+        layer lacks the first one stays by itself, and a warning says so.
       like: what is expected, by name, as `load_safetensors` takes it: arrays are placed so. Or a
         function of a name and a shape that gives a sharding or None. Blocks stay whole.
       progress: whether to say how far reading is: a bar on a terminal, else lines on stderr. None:
@@ -506,7 +509,7 @@ def _with_joined(entries: dict[str, Entry], name: str, parts: Sequence[str]) -> 
     Raises:
       ValueError: one is missing, they differ, or the name of all is taken.
     """
-    first, result = re.compile(rf"(?:^|(?<=\.)){re.escape(parts[0])}(?=\.|$)"), dict(entries)
+    first, result = _part(parts[0]), dict(entries)
     matching = [one for one in entries if first.search(one)]
     if not matching:
         raise ValueError(f"{OP}: join has {parts[0]!r}, which is part of no tensor's name")
@@ -522,7 +525,20 @@ def _with_joined(entries: dict[str, Entry], name: str, parts: Sequence[str]) -> 
         if whole in result:
             raise ValueError(f"{OP}: join names {whole!r}, which is there already; choose another")
         result[whole] = _as_one(names, [entries[other] for other in names])
+    for part in parts[1:]:
+        if alone := [one for one in result if _part(part).search(one)]:
+            warnings.warn(
+                f"{OP}: {alone[0]!r} stays by itself, as its layer has no {parts[0]!r} that join "
+                f"puts before {part!r} ({len(alone)} such)",
+                UserWarning,
+                stacklevel=depth(),
+            )
     return result
+
+
+def _part(name: str) -> re.Pattern:
+    """Where a tensor's name has that of a part."""
+    return re.compile(rf"(?:^|(?<=\.)){re.escape(name)}(?=\.|$)")
 
 
 def _as_one(names: Sequence[str], every: Sequence[Entry]) -> Entry:

@@ -45,13 +45,13 @@ def is_float(x: Any) -> bool:
     return getattr(x, "dtype", None) in (*map(jax.numpy.dtype, ("bfloat16", "float16", "float32")),)
 
 
-def _depth() -> int:
+def depth() -> int:
     """The stack level of `warnings.warn` that shows the user's line, in no library's frame."""
     libraries = tuple(f"{Path(file).parent}{os.sep}" for file in (jax_mx.__file__, jax.__file__))
-    depth, frame = 1, sys._getframe(1)
+    level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
-        depth, frame = depth + 1, frame.f_back
-    return depth
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class Left:
@@ -65,7 +65,7 @@ class Left:
         sentence = f"{self._op}: {what} stays in floats: {why}"
         if sentence not in self._told:
             self._told.add(sentence)
-            warnings.warn(sentence, UserWarning, stacklevel=_depth())
+            warnings.warn(sentence, UserWarning, stacklevel=depth())
 
     def takes(self, recipe: Any, how: Any, *operands: Any, where: str = "") -> bool:
         """Whether MX takes a product, see `can_multiply`; tells if not."""

@@ -694,7 +694,7 @@ def define(
     ad.primitive_jvps[primitive] = no_derivative
     ad.primitive_transposes[primitive] = no_derivative
     if unread is not None:
-        partial_eval.dce_rules[primitive] = functools.partial(_without_unread, unread)
+        drops_unread(primitive, functools.partial(_without_unread, unread))
     return primitive
 
 
@@ -714,7 +714,8 @@ def drops_unread(primitive: Primitive, rule: Callable[..., Any]) -> None:
       rule: takes for each result whether it is read, and the equation; returns for each operand
         whether it still is, and the equation that is left, or None.
     """
-    partial_eval.dce_rules[primitive] = rule
+    # Since 0.12 JAX passes before the equation which of its operands live on.
+    partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
 
 
 def looked_into(primitive: Primitive, jaxpr: str) -> None:

@@ -183,7 +183,7 @@ class Recipe(_Value):
       wgrad: likewise.
       chosen: of a recipe that "auto" became, which one it is, and for which chips; else None.
       weight: the operand of `dot_general`, `matmul` and `einsum` that is the weight, "lhs" or
-        "rhs". The fields above call it rhs in either case.
+        "rhs". The fields above call it rhs in either case. `Recipe.auto` says it of "auto".
     """
 
     lhs: Format | str = dataclasses.field(default=MXFP8_E4M3, metadata={"static": True})
@@ -259,6 +259,22 @@ class Recipe(_Value):
         """Whether some product's operands are quantized, instead of rounded to bfloat16."""
         return any(getattr(self, product).format != _BF16 for product in PRODUCTS)
 
+    @classmethod
+    def auto(cls, *, weight: str = "rhs") -> Recipe:
+        """The recipe "auto" as a value, which says where the weight stands.
+
+            y = jax_mx.matmul(w, x, recipe=jax_mx.Recipe.auto(weight="lhs"))
+
+        Each call resolves it, as it does the name. Its formats say nothing.
+
+        Args:
+          weight: "lhs" or "rhs", see `Recipe`.
+
+        Raises:
+          TypeError, ValueError: it is neither.
+        """
+        return cls(weight=weight, chosen=Chosen(AUTO, ""))
+
     @property
     def has_windows(self) -> bool:
         """Whether some product has windows of several blocks."""
@@ -320,6 +336,11 @@ class Recipe(_Value):
           TypeError, ValueError: as `dot_general` does.
         """
         op, w = "quantize_weight", held(w)
+        if is_auto(self):
+            raise ValueError(
+                f"{op}: {AUTO!r} is no recipe of formats; call jax_mx.quantize_weights(w), which "
+                "resolves it, or take a recipe such as jax_mx.MXFP8"
+            )
         if isinstance(w, MXArray | QuantizedWeight):
             raise TypeError(
                 f"{op}: w is quantized already; products take it as it is, or pass the floats"
@@ -522,7 +543,9 @@ def recipe_of(op: str, recipe: Any) -> Recipe:
 
 
 def is_auto(recipe: Any) -> bool:
-    """Whether a recipe is the name of the one that calls resolve (auto.py)."""
+    """Whether a recipe is the one that calls resolve (auto.py), by name or as `Recipe.auto`."""
+    if isinstance(recipe, Recipe):
+        return recipe.chosen is not None and recipe.chosen.name == AUTO
     return isinstance(recipe, str) and recipe == AUTO
 
 
