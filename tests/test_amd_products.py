@@ -195,7 +195,7 @@ def test_every_number_of_rows_of_groups(variant, arch):
 @pytest.mark.parametrize("op", ["matmul_fp8", "wgrad_fp8"])
 @pytest.mark.parametrize("arch", ARCHS["flydsl"])
 def test_every_number_of_rows(arch, op, rows):
-    """Of either operand; formats, results and entries take turns."""
+    """Each operand has so many in turn; formats, results and entries take turns, too."""
     some = [kernel for kernel in KERNELS if kernel.op == op]
     sizes = [50, 0, 46] if op == "wgrad_fp8" else None
     options = {"dtype": RESULTS[rows % 3], "entry": rows % 2}
