@@ -1,5 +1,7 @@
 """Collectives in MX beside the same ones in bfloat16, over all devices.
 
+    python -m benchmarks collectives --mib 64 256 1024  # arrays of these sizes
+
 Each row is one way to bring bfloat16 floats to where they are needed, quantizing included:
 microseconds on the wall a call, of calls that follow each other in a loop of one program, the best
 of several runs. "ratio" is to bfloat16's time for that case in the same run.
@@ -81,6 +83,21 @@ MOVES = {
 }
 
 
+def sized(mib: int) -> dict[str, Move]:
+    """An array of so many MiB that moves in each of three ways."""
+    weight, rows = (8, 4096, 16 * mib), (64 * mib, 8192)
+    return {
+        "gather, split along in": Move(weight, P(None, "d"), gathers(1)),
+        "gather, split along experts": Move(weight, P("d"), gathers(0)),
+        "all-to-all": Move(rows, P("d"), EXCHANGES, P("d")),
+    }
+
+
+def options(add: Callable[..., Any]) -> None:
+    """Sizes."""
+    add("--mib", type=int, nargs="+", metavar="N", help="of bfloat16, instead of the usual arrays")
+
+
 def program(move: Move, way: str, mesh: Any) -> Any:
     """The jitted call."""
     call = move.ways[way]
@@ -100,11 +117,18 @@ def operand(shape: tuple[int, ...], where: NamedSharding) -> timing.Inputs:
 def cases(args: Args) -> Iterator[Case]:
     """Every way of every move."""
     mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
+    moves = {name: (name, move) for name, move in MOVES.items()}
+    if args.mib:
+        moves = {
+            f"{name}, {mib} MiB": (name, move)
+            for mib in args.mib
+            for name, move in sized(mib).items()
+        }
 
-    for name, move in MOVES.items():
+    for case, (name, move) in moves.items():
         shape = tuple(64 * mesh.size if args.smoke and n > 8 else n for n in move.shape)
         make = partial(operand, shape, NamedSharding(mesh, move.spec))
         for way in move.ways:
             names = {"case": name, "way": way, "shape": list(shape)}
             measure = Timed(program(move, way, mesh), make, 20, mesh=mesh)
-            yield Case(name, way, names, measure, "jit: bf16" if way[:5] == "jit: " else "bf16")
+            yield Case(case, way, names, measure, "jit: bf16" if way[:5] == "jit: " else "bf16")

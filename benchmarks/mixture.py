@@ -5,10 +5,10 @@
 
 Layers are those of `benchmarks step`, with a router and experts in place of the MLP, and where a
 model has shared experts an MLP of them as well. Tokens, experts and the optimizer's state are split
-over one axis; attention's weights are FSDP's. A way is how experts' products multiply, and by
-*auto* also those of attention: *bf16, Pallas* and *bf16, lax.ragged_dot* in bfloat16 in the layer
-`jax_mx.moe`, whose tokens move as bfloat16; *auto*, in MX. Options, and what a row says, are those
-of `benchmarks step`; "ratio" is to *bf16, Pallas*.
+over one axis; attention's weights are FSDP's. A way is how experts' products multiply: *bf16,
+Pallas* and *bf16, lax.ragged_dot* in bfloat16 in the layer `jax_mx.moe`, whose tokens move as
+bfloat16; *auto*, in MX, and so do attention and shared experts, but for *experts alone*. Options,
+and what a row says, are those of `benchmarks step`; "ratio" is to *bf16, Pallas*.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ WAYS: Mapping[str, Experts] = {
     "auto": Experts(Ours("auto"), {}),
     "auto, gather": Experts(Ours("auto"), {"way": "gather"}),
     "auto, rounds": Experts(Ours("auto"), {"way": "rounds"}),
+    "auto, experts alone": Experts(Way(), {}),
 }
 
 

@@ -20,7 +20,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks.issue_model import CHIPS
 from benchmarks.products import PRODUCTS, Multiplied
 from benchmarks.runner import Args, Case, Row
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, Format
@@ -40,11 +39,17 @@ class Cores:
     """The speed of a chip's matrix cores, and the tile of our kernel for it.
 
     Attributes:
+      cores: multiprocessors or compute units.
+      ghz: the clock that it boosts to.
+      tb_per_s: the data sheet's memory speed.
       petaflops: of each format, dense, by the data sheet.
       tile: of the kernel.
       reads: how many times shared memory gives each row and column of a tile.
     """
 
+    cores: int
+    ghz: float
+    tb_per_s: float
     petaflops: Mapping[Format, float]
     tile: Tile
     reads: int = 1
@@ -52,26 +57,27 @@ class Cores:
 
 # Without sparsity. NVIDIA's HGX page has PFLOPS of eight GPUs: FP8 72 with sparsity, which is twice
 # as many; FP4 144 with sparsity on B200, 108 without on B300. AMD's data sheet of MI355X: 5.03
-# in MXFP8, 10.07 in MXFP4.
+# in MXFP8, 10.07 in MXFP4. Cores and clocks of B200 are those that its driver reports, by XLA's
+# xla/backends/gpu/target_config/specs; B300 has the same here. AMD's are by its data sheet.
 CORES: Mapping[str, Cores] = {
-    "B200": Cores({MXFP8_E4M3: 4.5, MXFP4_E2M1: 9.0}, Tile(128, 256)),
-    "B300": Cores({MXFP8_E4M3: 4.5, MXFP4_E2M1: 13.5}, Tile(128, 256)),
+    "B200": Cores(148, 1.965, 8.0, {MXFP8_E4M3: 4.5, MXFP4_E2M1: 9.0}, Tile(128, 256)),
+    "B300": Cores(148, 1.965, 8.0, {MXFP8_E4M3: 4.5, MXFP4_E2M1: 13.5}, Tile(128, 256)),
     # Of four waves, two have the same rows, and two the same columns.
-    "MI355X": Cores({MXFP8_E4M3: 5.03, MXFP4_E2M1: 10.07}, Tile(128, 128), reads=2),
+    "MI355X": Cores(256, 2.4, 8.0, {MXFP8_E4M3: 5.03, MXFP4_E2M1: 10.07}, Tile(128, 128), reads=2),
 }
 
 
 def clocks(chip: str, format: Format, tile: Tile) -> tuple[float, float]:
     """How many a tile takes for each element of K: of the matrix core, of shared memory."""
-    core = CHIPS[chip]
-    flop = CORES[chip].petaflops[format] * 1e15 / core.cores / (core.ghz * 1e9)  # a core's, a clock
-    read = CORES[chip].reads * (tile.rows + tile.columns) * format.bits / 8 / SHARED
+    core = CORES[chip]
+    flop = core.petaflops[format] * 1e15 / core.cores / (core.ghz * 1e9)  # a core's, a clock
+    read = core.reads * (tile.rows + tile.columns) * format.bits / 8 / SHARED
     return 2 * tile.rows * tile.columns / flop, read
 
 
 def bound(chip: str, case: Multiplied, format: Format) -> Row:
     """The least time of a product, and what takes it."""
-    core, tile = CHIPS[chip], CORES[chip].tile
+    core, tile = CORES[chip], CORES[chip].tile
     sums, groups = (case.rows, case.groups or 1) if case.wgrad else (case.k, 1)
     rows, columns = (case.k if case.wgrad else case.rows), case.n
     tiles = groups * -(-rows // tile.rows) * -(-columns // tile.columns)

@@ -1,6 +1,8 @@
 """A compiled program: its kernels and their times, its collectives and their bytes."""
 
+import bisect
 import collections
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,6 +51,26 @@ def _together(every: Iterable[Spent]) -> Spent:
     """The sum of all."""
     every = list(every)
     return Spent(sum(s.ms for s in every), sum(s.launches for s in every))
+
+
+def overlap(events: Iterable[timing.Event]) -> tuple[float, float]:
+    """Milliseconds of collectives, and the part of them while other kernels run."""
+    moves: list[tuple[float, float]] = []
+    others: list[tuple[float, float]] = []
+    for event in sorted(events):
+        spans = moves if "nccl" in event.name.lower() else others
+        begin, end = event.start_ns, event.start_ns + event.duration_ns
+        if spans and begin <= spans[-1][1]:  # spans are apart, in order
+            spans[-1] = spans[-1][0], max(end, spans[-1][1])
+        else:
+            spans.append((begin, end))
+    starts = [begin for begin, _ in others]
+    together = 0.0
+    for begin, end in moves:
+        first = max(bisect.bisect_right(starts, begin) - 1, 0)
+        for other in itertools.takewhile(lambda span, end=end: span[0] < end, others[first:]):
+            together += max(min(end, other[1]) - max(begin, other[0]), 0.0)
+    return sum(end - begin for begin, end in moves) / 1e6, together / 1e6
 
 
 # ---- collectives ---

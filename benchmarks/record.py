@@ -25,6 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 LARGE = shapes.spell(shapes.REQUIRED[0])
 _SOURCES = "quantizers --source"
 _MIXTURE = '"bf16, Pallas" "bf16, lax.ragged_dot" "auto, gather" "auto, rounds"'
+_LAYER = "--tokens 4096 16384 --ways 'mx, *' --cases 'dispatch, *' 'mxfp8, windows*'"
 _AUTO = 'auto "auto, mlp" "auto, mlp, once"'
 # For each table how its file's name goes on behind the chip's, and what measures it. Where several
 # commands share a file, it is a list of rows, and those measured anew replace the earlier ones.
@@ -73,7 +74,15 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "counters": ("_counters", "counters"),
     "collectives": ("x2_collectives", "collectives"),
     "moe_sharded": ("x2_moe", "moe_sharded"),
-    "moe_ways": ("x4_moe", "moe_sharded --tokens 4096 16384 --k 1 2 --ways 'mx, *'"),
+    "collectives_sizes": ("x4_collectives",
+        "collectives --mib 64 256 1024 --cases 'gather, split along in*' 'all-to-all*' "
+        '--ways bf16 "quantize, all_*" "gather_weight, square blocks" "jit: bf16" '
+        '"jit: gather_weight, forward"'),
+    "sharded": ("x4_sharded", "sharded --form all --require"),
+    "moe_ways": ("x4_moe", f"moe_sharded {_LAYER} --k 1 2"),
+    "moe_data": ("x4_moe_data", f"moe_sharded {_LAYER} --k 2 --data 2"),
+    "moe_step_sharded": ("x4_moe_step",
+        'moe_step --devices 1 2 4 --steps 100 --ways "bf16, Pallas" "mxfp8, windows of 256"'),
     "mixture": ("x4_mixture", f"mixture --devices 4 --ways {_MIXTURE}"),
     "mixture_deepseek": ("x4_mixture", f"mixture --model deepseek --devices 4 --ways {_MIXTURE}"),
     "step_sharded": ("x4_step",
@@ -81,8 +90,21 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         '"auto, explicit" '
         '"auto, shard_map"'),
 }  # fmt: skip
-_EXPERTS = ("moe_sharded", "moe_ways", "mixture", "mixture_deepseek")
-SEVERAL = ("collectives", *_EXPERTS, "step_sharded")  # GPUs, as names of their files say
+_EXPERTS = (
+    "moe_sharded",
+    "moe_ways",
+    "moe_data",
+    "moe_step_sharded",
+    "mixture",
+    "mixture_deepseek",
+)
+SEVERAL = (
+    "collectives",
+    "collectives_sizes",
+    "sharded",
+    *_EXPERTS,
+    "step_sharded",
+)  # GPUs, as names of their files say
 
 
 def command(name: str) -> str:

@@ -658,6 +658,28 @@ def speed_moe_step() -> list[str]:
     return [*lines, "", caption(about, command("moe_step"), EVERY)]
 
 
+def speed_moe_step_sharded() -> list[str]:
+    """The same on several GPUs, each of which has as many rows as one alone."""
+    if not (RESULTS / "h100x4_moe_step.json").exists():
+        return _unmeasured("moe_step_sharded")
+    about, rows = results("h100x4_moe_step")
+    alone = {row["way"]: row["tokens_s"] for row in rows if row["devices"] == 1}
+    lines = table(
+        ("way", "GPUs", "ms a step", "tokens a second", "of one GPU's"),
+        [
+            (
+                row["way"],
+                row["devices"],
+                f"{row['ms']:.1f}",
+                f"{row['tokens_s']:,}",
+                f"{row['tokens_s'] / alone[row['way']]:.2f}",
+            )
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption(about, command("moe_step_sharded"), EVERY)]
+
+
 def speed_decode() -> list[str]:
     """A decoding step by batch and way."""
     if not (RESULTS / "h100_decode_step.json").exists():
@@ -693,9 +715,11 @@ def loss_moe(of: str = "moe_step_small") -> list[str]:
     return [*lines, "", caption(about, command(of), EVERY)]
 
 
-def speed_collectives() -> list[str]:
-    """What moves between two GPUs, in MX and in bfloat16."""
-    about, rows = results("h200x2_collectives")
+def speed_collectives(file: str = "h200x2_collectives", name: str = "collectives") -> list[str]:
+    """What moves between GPUs, in MX and in bfloat16."""
+    if not (RESULTS / f"{file}.json").exists():
+        return _unmeasured(name)
+    about, rows = results(file)
     lines = table(
         ("case", "way", "shape", "us", "of bf16's time"),
         [
@@ -703,7 +727,28 @@ def speed_collectives() -> list[str]:
             for row in rows
         ],
     )
-    return [*lines, "", caption(about, command("collectives"), QUANTIZERS)]
+    return [*lines, "", caption(about, command(name), QUANTIZERS)]
+
+
+def speed_sharded() -> list[str]:
+    """Quantizers of four GPUs at once, beside one alone."""
+    if not (RESULTS / "h100x4_sharded.json").exists():
+        return _unmeasured("sharded")
+    about, rows = results("h100x4_sharded")
+    lines = table(
+        ("form", "shape", "us, the slowest of all", "us, one alone", "of one alone"),
+        [
+            (
+                row["form"],
+                row["shape"],
+                f"{row['us']:.0f}",
+                f"{row['alone_us']:.0f}",
+                f"{row['to_alone']:.2f}",
+            )
+            for row in rows
+        ],
+    )
+    return [*lines, "", caption(about, command("sharded"), QUANTIZERS)]
 
 
 FLOATS = "floats, gather"
@@ -730,19 +775,21 @@ def speed_moe_sharded() -> list[str]:
     return [*lines, "", caption(about, command("moe_sharded"), EVERY)]
 
 
-def speed_moe_ways() -> list[str]:
+def speed_moe_ways(file: str = "h100x4_moe", name: str = "moe_ways") -> list[str]:
     """The same layer by both ways in which tokens reach their experts."""
-    about, rows = results("h100x4_moe")
+    if not (RESULTS / f"{file}.json").exists():
+        return _unmeasured(name)
+    about, rows = results(file)
     by = {(row["what"], row["tokens"], row["k"], row["moves"]): row["us"] for row in rows}
     lines = table(
         ("what", "tokens a device", "k", "us, gather", "us, rounds", "rounds of gather"),
         [
             (what, f"{tokens:,}", k, f"{us:.0f}", f"{own:.0f}", f"{own / us:.2f}")
             for (what, tokens, k, moves), us in by.items()
-            if moves == "mx, gather" and (own := by[what, tokens, k, "mx, rounds"])
+            if moves == "mx, gather" and (own := by.get((what, tokens, k, "mx, rounds")))
         ],
     )
-    return [*lines, "", caption(about, command("moe_ways"), EVERY)]
+    return [*lines, "", caption(about, command(name), EVERY)]
 
 
 def speed_mixture() -> list[str]:
@@ -856,9 +903,15 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_decode": speed_decode,
     "loss_moe": loss_moe,
     "loss_moe_wide": functools.partial(loss_moe, "moe_step_wide"),
+    "speed_moe_step_sharded": speed_moe_step_sharded,
     "speed_collectives": speed_collectives,
+    "speed_collectives_sizes": functools.partial(
+        speed_collectives, "h100x4_collectives", "collectives_sizes"
+    ),
+    "speed_sharded": speed_sharded,
     "speed_moe_sharded": speed_moe_sharded,
     "speed_moe_ways": speed_moe_ways,
+    "speed_moe_data": functools.partial(speed_moe_ways, "h100x4_moe_data", "moe_data"),
     "speed_mixture": speed_mixture,
     "counters": counters,
 }

@@ -101,7 +101,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """How many cases tests of hypothesis draw: a few, the same each time; or many, new ones."""
     common = {"deadline": None, "database": None, "print_blob": True}
-    hypothesis.settings.register_profile("short", max_examples=32, derandomize=True, **common)
+    hypothesis.settings.register_profile("short", max_examples=24, derandomize=True, **common)
     hypothesis.settings.register_profile("thorough", max_examples=2000, **common)
     if not config.getoption("--hypothesis-profile", None):
         profile = "thorough" if config.getoption("--thorough") else "short"

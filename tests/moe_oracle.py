@@ -44,7 +44,7 @@ def rounded(x, dtype):
 def activated(gate_up, scale, activation, interleaved):
     """What is between the products, float32, by weights of rows."""
     halves = reference.halves(gate_up, activation, interleaved)
-    return reference.gated_exactly(halves, None, activation) * scale[:, None]
+    return reference.gated_exactly(halves, activation) * scale[:, None]
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4))

@@ -316,6 +316,7 @@ def test_the_float_of_other_floats_is_defined(dtype, name):
         same_floats(run(x, name, weights=weights), wanted(x, name, weights), "weights")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.optimized
 @each_name
 def test_the_gradient_is_defined(name):
@@ -539,6 +540,7 @@ def bits_of(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -575,7 +577,7 @@ def test_quantized_with_and_without_floats(name, how):
     (alone,) = jax.vjp(make, x)[1](dy)
     (beside,) = jax.vjp(lambda x: run(x).floats, x)[1](dy)
     assert bits_of(alone) == bits_of(beside)
-    with pytest.raises(NotImplementedError, match=r"quantize(_both)? has no derivative"):
+    with pytest.raises(NotImplementedError, match=r"quantize(_both)?: codes have no derivative"):
         jax.vjp(lambda x: make(x, format=format, both=both, **options).quantized, x)
 
 
@@ -692,6 +694,7 @@ def test_one_call_of_each_of_a_batch(what):
         same(jax.tree.map(lambda a: a[i], found), run(both[0][i], both[1][i]))  # noqa: B023
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", AxisType, ids=str)
 @pytest.mark.parametrize("what", ["gates", "up", "sums"])
 def test_shards(kind, what):

@@ -181,6 +181,7 @@ def rows_in(jaxpr):
     return [eqn for eqn in equations(jaxpr) if eqn.primitive is quantizers.quantize_rows_p]
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("pair", [False, True])
 def test_one_direction_has_the_bytes_of_both(pair):
     """Whatever makes the floats: gradients with jax.checkpoint are those without."""

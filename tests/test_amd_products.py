@@ -138,6 +138,7 @@ def test_shapes(variant, arch):
         compare(variant, arch, shape, sizes, dtype=dtype, entry=1 - i % 2)
 
 
+@pytest.mark.sampled(2, 1)
 @binaries
 def test_groups_begin_anywhere(variant, arch):
     shape = (20, 33, 544) if variant.op == "wgrad_fp8" else (130, 33, 160)
@@ -172,6 +173,7 @@ def test_extreme_scales(variant, arch):
     compare(variant, arch, (20, 33, 96), sizes, edit=edit)
 
 
+@pytest.mark.sampled(2)
 @binaries
 @pytest.mark.parametrize("tiles", [(1, 1, 1, 1), (1, 0, 0, 1), (0, 1, 1, 0)], ids=str)
 def test_operands_in_tiles(variant, arch, tiles):

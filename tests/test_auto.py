@@ -159,6 +159,7 @@ def small(name):
     return f, [floats((64, 64)), *(floats(shape, i) / 8 for i, shape in enumerate(cut, 1))]
 
 
+@pytest.mark.sampled(2)
 @each_call
 def test_the_default_is_mxfp8_here(name):
     f, args = small(name)
@@ -181,6 +182,7 @@ def never_small(monkeypatch):
     monkeypatch.setattr(auto, "LEAST", 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("never_small")
 @pytest.mark.parametrize("name", ["dot_general", "mlp"])
 def test_a_program_for_other_chips_has_mxfp8s_bits(name):

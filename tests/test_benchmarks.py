@@ -1,6 +1,5 @@
 """The benchmarks' arithmetic, their baselines' bytes and the runner, at toy sizes."""
 
-import fnmatch
 import functools
 import itertools
 import json
@@ -19,7 +18,6 @@ import jax_mx
 from benchmarks import (
     baselines,
     counters,
-    issue_model,
     peers,
     plot,
     product_model,
@@ -33,7 +31,6 @@ from benchmarks import (
     timing,
 )
 from docs import tables
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import layouts_of
@@ -886,7 +883,7 @@ def test_what_a_table_measures_is_a_command(name):
     assert all(runner.wanted(args, case.case, case.way) for case in asked)
 
 
-# ---- the issue model ---
+# ---- the model of products, and counters ---
 def test_the_bound_of_products():
     """One by hand, and none above what a chip's matrix cores can do."""
     fp8 = FORMATS["mxfp8_e4m3"]
@@ -898,84 +895,6 @@ def test_the_bound_of_products():
     assert dense["us at least"] == pytest.approx(14 * 7168 * 4.2352 / 1965, abs=0.02)
     assert dense["of"] == "matrix cores"
     assert runner.run(["product_model"]) == 0
-
-
-def test_the_ratio_is_issued_over_needed():
-    chip = issue_model.Chip("sm_100f", cores=100, ghz=2.0, tb_per_s=8.0)
-    # 25.6e12 lanes' instructions a second; 2e12 elements of 4 bytes; 12.8 instructions each.
-    assert chip.ratio(4.0, 12.8) == pytest.approx(1.0)
-    assert chip.ratio(4.0, 6.4) == pytest.approx(2.0)
-    assert chip.ratio(8.0, 12.8) == pytest.approx(2.0)
-
-
-def test_bytes_are_those_that_timing_counts():
-    for variant in SHIPPED:
-        form = shapes.FORMS.get(shapes.form_of(variant.op, variant.form) or "")
-        if form is None:
-            continue
-        x = jax.ShapeDtypeStruct((128, 256), FLOAT_DTYPES[variant.dtype])
-        options = {**form.options, "format": variant.formats[0]}
-        if form.op == "quantize_both":
-            options = {**form.options, "formats": variant.formats}
-        elif form.op == "dequantize":  # moves what quantizing moves
-            options = {**form.made_by, "format": variant.formats[0]}
-        op = jax_mx.quantize_both if form.op == "quantize_both" else jax_mx.quantize
-        size = timing.nbytes((x, jax.eval_shape(functools.partial(op, **options), x)))
-        size += sum(kind.stochastic for kind in variant.kinds) * 4 * x.size // BLOCK
-        assert issue_model.bytes_per_element(variant) == size / x.size
-
-
-def test_every_binary_is_bounded_on_every_chip_that_runs_it():
-    manifest = issue_model.manifest()
-    if not manifest:
-        pytest.skip("this installation brings no binaries (JAX_MX_ARCHS)")
-    found = list(issue_model.bounds(manifest))
-    assert [(bound.variant, bound.chip) for bound in found] == [
-        (variant, name)
-        for name, chip in issue_model.CHIPS.items()
-        for variant in SHIPPED
-        if chip.arch in ARCHS[variant.implementation] and f"{variant.name}.{chip.arch}" in manifest
-    ]
-    assert found
-    for bound in found:
-        assert len(bound.ratios) == len(bound.registers) == len(layouts_of(bound.variant))
-        assert all(0 < ratio < math.inf for ratio in bound.ratios)
-
-
-@pytest.mark.parametrize(
-    ("counts", "reasons", "want"),
-    [
-        ({"shortest": 16, "longest": 32, "loops": False}, {}, 0),
-        ({"shortest": 16, "longest": 3200, "loops": False}, {}, 1),
-        ({"shortest": 16, "longest": 3200, "loops": False}, {"*_last_*": "for [no] reason"}, 0),
-        (None, {}, 1),
-    ],
-)
-def test_a_slow_variant_wants_a_reason(monkeypatch, capsys, counts, reasons, want):
-    variant = SHIPPED[0]
-    fast = {"shortest": 16, "longest": 16, "loops": False}
-    usages = (
-        {"instructions": c, "registers": 9, "elements_per_thread": 16} for c in (fast, counts)
-    )
-    launches = {str(i): {"entries": [{"usage": usage}]} for i, usage in enumerate(usages)}
-    facts = {"launches": launches}
-    binaries = {f"{variant.name}.{arch}": facts for arch in ("sm_90a", "sm_100f")}
-    monkeypatch.setattr(issue_model, "manifest", lambda: binaries)
-    monkeypatch.setattr(issue_model, "REASONS", {variant.implementation: reasons})
-    assert runner.run(["issue_model", "--ways", variant.name]) == want
-    out = capsys.readouterr().out
-    assert f"{want} of 1 below 1.3 on a B200 without a reason" in out
-    assert ("for [no] reason" in " ".join(out.split())) == bool(reasons)
-
-
-def test_reasons_are_for_variants_that_want_one():
-    if len(issue_model.manifest()) < sum(len(ARCHS[v.implementation]) for v in SHIPPED):
-        pytest.skip("this installation holds not all binaries (JAX_MX_ARCHS)")
-    found = [b for b in issue_model.bounds(issue_model.manifest()) if b.is_below]
-    for implementation, patterns in issue_model.REASONS.items():
-        below = {b.variant.name for b in found if b.variant.implementation == implementation}
-        for pattern in patterns:
-            assert fnmatch.filter(below, pattern), pattern
 
 
 def test_counters_become_rows(monkeypatch):

@@ -24,6 +24,7 @@ def qarray(values, scale, **fields):
     return types.SimpleNamespace(qvalue=values, scale=scale, **fields)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("qtype", "format"), [("mxfp8", "mxfp8_e4m3"), ("mxfp4", "mxfp4_e2m1")])

@@ -375,3 +375,20 @@ def test_what_is_no_file_of_safetensors(tmp_path):
     assert_refused(
         lambda: jax_mx.load_safetensors(path), ValueError, f"{path} is no whole .safetensors file"
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_a_gpu_holds_is_saved(format, tmp_path):
+    """The file is that of copies on the host, and what is loaded of it lies on the GPU."""
+    pytest.importorskip("safetensors")
+    x = jnp.asarray(random_bits((256, 512), jnp.bfloat16))
+    q = jax_mx.quantize(x, format)
+    tensors = {"one": jnp.float32(3), "parts": q[64:128], "q": q, "x": x}
+    jax_mx.save_safetensors(tensors, tmp_path / "gpu")
+    jax_mx.save_safetensors(jax.device_get(tensors), tmp_path / "host")
+    assert (tmp_path / "gpu").read_bytes() == (tmp_path / "host").read_bytes()
+    again = jax_mx.load_safetensors(tmp_path / "gpu")
+    assert again["x"].devices() == {jax.devices()[0]}
+    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(tensors), strict=True):
+        assert_bits_equal(got, want)

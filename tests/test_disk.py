@@ -16,9 +16,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forks import Running
 
 import jax_mx
-from jax_mx.command import pictures
 from jax_mx.facts import files
 from jax_mx.facts.content import key_of
 from jax_mx.kernels.shipped import SHIPPED
@@ -187,14 +187,13 @@ def test_no_folder_has_room_now_and_one_has_later(cache, monkeypatch):
 
 
 @each_fault
-@pytest.mark.parametrize("call", ["Choice.save", "save_safetensors", "--plot"])
+@pytest.mark.parametrize("call", ["Choice.save", "save_safetensors"])
 def test_what_a_caller_saves(call, operation, first, error, tmp_path, monkeypatch):
     """It is saved, or one sentence names the call and the disk; the old file stays whole."""
     path = tmp_path / "file.html"
     save = {
         "Choice.save": lambda notes: Choice((), notes).save(path),
         "save_safetensors": lambda notes: jax_mx.save_safetensors({notes[0]: jnp.ones(3)}, path),
-        "--plot": lambda notes: pictures.write(path, [], [], notes),
     }[call]
     if call == "save_safetensors":
         pytest.importorskip("safetensors")
@@ -266,19 +265,21 @@ def test_nothing_in_the_environment_stops_an_import(tmp_path):
     """A cache that cannot be had is said once, when it is first used."""
     names = ("HOME", "XDG_CACHE_HOME", "JAX_MX_CACHE", "JAX_MX_ARCHS", "JAX_MX_TUNING")
     plain = {name: value for name, value in os.environ.items() if name not in names}
-    root = str(Path(jax_mx.__file__).parents[1])
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", IMPORT, name, str(tmp_path / "gone")],
-            env=plain | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": root} | own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, own in ENVIRONMENTS.items()
+    plain |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(jax_mx.__file__).parents[1])}
+    args = {name: (name, str(tmp_path / "gone")) for name in ENVIRONMENTS}
+    new = "no text"  # Python reads its variables when it starts
+    command = [sys.executable, "-c", IMPORT, *args[new]]
+    done = subprocess.run(command, env=plain | ENVIRONMENTS[new], capture_output=True, text=True)
+    forks = {
+        name: Running(IMPORT, *args[name], env=plain | env)
+        for name, env in ENVIRONMENTS.items()
+        if name != new
     }
-    for name, process in processes.items():
-        out, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, (name, errors)
+    ended = {name: fork.wait(120) for name, fork in forks.items()}
+    for fork in forks.values():
+        fork.kill()
+    ended[new] = done.returncode, done.stdout, done.stderr
+    for name, (status, out, errors) in ended.items():
+        assert status == 0, (name, errors)
         assert out.startswith("1 ") and "jax_mx-" in out, (name, out)
         assert errors.count("it names no folder here") == 1, (name, errors)

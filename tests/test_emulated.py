@@ -224,6 +224,7 @@ def test_random_codes_carry_where_the_noise_says(arch):
     assert Program(RANDOM, arch, shape, **options).run(0, operands, results)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.every_binary
 @every_binary
 def test_addresses_past_4_gib(variant, arch):

@@ -22,8 +22,6 @@ import jax_mx
 from jax_mx import MXArray
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 
-pytestmark = pytest.mark.optimized
-
 P = PartitionSpec
 FP4 = partial(jax_mx.quantize, format="mxfp4_e2m1")
 # Of every byte, its two elements.
@@ -160,6 +158,7 @@ def test_products_of_amd_mxfp4_mm(m, n, k):
     np.testing.assert_allclose(dot(a, b), got, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "pair,layout",
     [

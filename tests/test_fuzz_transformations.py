@@ -1,8 +1,7 @@
 """Transformations of JAX's, one in another, of every call: the right result, or our sentence.
 
 A chain is compared with loops over calls of one device: what it means, without the transformation.
-A refusal is right where it is one line that begins with the name of the call. `matmul` and `einsum`
-are `dot_general` in it; second derivatives in a loop may be refused by what quantizes in a call.
+A refusal is right where it is one line that begins with the name of the call.
 """
 
 import dataclasses
@@ -90,8 +89,9 @@ INNER = {
     ),
     "grad": (lambda f: jax.grad(lambda x: total(f(x))),) * 2,
     "vjp": (lambda f: lambda x: (lambda y, back: back(y))(*jax.vjp(f, x)),) * 2,
-    "jvp": (lambda f: lambda x: jax.jvp(f, (x,), (2 * x,))[1],) * 2,
-    "linearize": (lambda f: lambda x: jax.linearize(f, x)[1](x),) * 2,
+    # Not along x, where the derivative of a norm is 0.
+    "jvp": (lambda f: lambda x: jax.jvp(f, (x,), (2 * x + 1,))[1],) * 2,
+    "linearize": (lambda f: lambda x: jax.linearize(f, x)[1](x + 1),) * 2,
     **{
         policy: (
             lambda f, policy=policy: jax.checkpoint(
@@ -188,9 +188,7 @@ class Case:
             return f(x)
         except Exception as error:
             name = self.call.split()[0]
-            names = f"{name}|dot_general" if name in ("matmul", "einsum") else name
-            sentence = rf"({names}): |quantize(_both)? has no derivative"
-            if not re.match(sentence, str(error)) or "\n" in str(error):
+            if not re.match(rf"{name}: ", str(error)) or "\n" in str(error):
                 raise AssertionError(f"{self}: {error}") from error
             return None
 
@@ -243,6 +241,44 @@ def test_chains_that_failed(case):
         np.testing.assert_allclose(case.result(case.functions()[0]), plain(x), atol=1e-4)
 
 
+SECOND = {
+    "rms_norm": lambda x: jax_mx.rms_norm(x, W[0]).floats,
+    "codes": lambda x: jax_mx.rms_norm(x, W[0], format="mxfp8_e4m3", floats=True).floats,
+    "fake_quantize": lambda x: jax_mx.fake_quantize(x, clip=True),
+    "hadamard": jax_mx.hadamard,
+    "gated": jax_mx.gated,
+}
+
+
+QUICK = ("codes", "fake_quantize", "gated")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in SECOND],
+)
+def test_second_derivatives_in_a_scan(name):
+    """JAX's scan forgets rules of custom_jvp, and second derivatives lacked a part, in silence."""
+    columns = jnp.arange(64.0)
+    x = jnp.asarray(RNG.standard_normal((2, 64)), jnp.float32)
+
+    def second(loop):
+        def loss(x):
+            return total(
+                jax.tree.map(lambda y: y**2 * columns[: y.shape[-1]], loop(SECOND[name])(x))
+            )
+
+        return jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())
+
+    scan, calls = INNER["scan"]
+    if name == "gated":
+        with pytest.raises(NotImplementedError, match=r"^gated: swiglu has first"):
+            second(scan)(x)
+        return
+    got, want = (np.asarray(second(loop)(x)) for loop in (scan, calls))
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
 def _norm(x):
     total = x + x
     return total * jax.lax.rsqrt((total * total).mean(-1, keepdims=True) + 1e-6) * W[0]
@@ -253,3 +289,24 @@ def _norm(x):
 def test_many_chains(part):
     computed = sum(check(Case.drawn(seed)) for seed in range(100 + 20 * part, 120 + 20 * part))
     assert computed > 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        "matmul bf16",
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("rms_norm", "gated")),
+    ],
+)
+def test_one_cotangent_for_a_batch(name):
+    """A gradient keeps mapped arrays, and no operand of its product is mapped; no tracer leaks."""
+    x, call = jnp.stack(copies(W)), CALLS[name]
+    dy = jnp.ones(jax.eval_shape(call, W).shape)
+
+    def gradient(x):
+        return jax.vjp(call, x)[1](dy)[0]
+
+    with jax.checking_leaks():
+        got = jax.vmap(gradient)(x)
+    np.testing.assert_array_equal(got, jnp.stack([*map(gradient, x)]))

@@ -52,6 +52,7 @@ def routing(rng, tokens, k, num_experts):
     ).astype(np.int32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [ranks_by_counting, ranks_by_sorting])
 @pytest.mark.parametrize("choices", [0, 1, 255, 256, 257, 1000])
 def test_ways_to_rank(way, choices):

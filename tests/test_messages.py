@@ -298,3 +298,40 @@ def test_products_of_other_platforms(op, name):
         assert_refused(
             calls[op], NotImplementedError, f"{op}: implementation {name!r} runs on cuda"
         )
+
+
+Q, M = jax_mx.quantize(X), jnp.ones((64, 64), jnp.float32)
+ODD = {
+    "lines": np.full((64, 64), 1.5),  # its text has many lines
+    "key": jax.random.split(jax.random.key(0), 64),
+    "type": jnp.float32,
+    "objects": np.array([None, None]),
+    "scalar": np.float32(3),
+    "text": "abc",
+}
+TAKERS = {  # a name that refusals begin with, a call, what it takes of the above
+    "quantize": (jax_mx.quantize, {"lines"}),
+    "quantize: format": (lambda x: jax_mx.quantize(M, x), set()),
+    "with_scales_in": (Q.with_scales_in, set()),
+    "matmul": (lambda x: jax_mx.matmul(x, M), {"lines"}),
+    "matmul: implementation": (lambda x: jax_mx.matmul(M, M, implementation=x), set()),
+    "matmul: out_sharding": (lambda x: jax_mx.matmul(M, M, out_sharding=x), set()),
+    "matmul: ": (lambda x: jax_mx.matmul(x, M, fallback="floats"), {"lines"}),
+    "mlp": (lambda x: jax_mx.mlp(x, M, M[:32]), {"lines"}),
+    "mlp: out_sharding": (lambda x: jax_mx.mlp(M, M, M[:32], out_sharding=x), set()),
+    "dot_general": (lambda x: jax_mx.dot_general(M, M, x), set()),
+    "rms_norm": (jax_mx.rms_norm, {"lines", "scalar"}),
+    "MXArray.reshape": (Q.reshape, set()),
+    "concatenate": (jax_mx.concatenate, set()),
+    "quantized": (jax_mx.quantized, {"type"}),
+}
+
+
+@pytest.mark.parametrize("call", TAKERS)
+def test_odd_arguments(call):
+    """The sentence is one line that names the call, whatever the argument is."""
+    f, taken = TAKERS[call]
+    for name in ODD.keys() - taken:
+        with pytest.raises((TypeError, ValueError), match=f"^{call}") as refusal:
+            f(ODD[name])
+        assert "\n" not in str(refusal.value), name

@@ -274,6 +274,7 @@ def test_a_pair_of_weights_is_three_matmuls(recipe, rows, dtype, residuals):
             assert_bits_equal(a, b, name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kinds", [("once", "floats"), ("floats", "frozen"), ("once", "once")])
 def test_a_pair_of_weights_of_any_kind(kinds):
     """Quantized once, frozen or floats; what is trained gets the gradient of three matmuls."""

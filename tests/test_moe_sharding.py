@@ -21,7 +21,6 @@ from jax_mx.experts import wires
 from jax_mx.experts.costs import WAYS
 
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"
-pytestmark = pytest.mark.optimized
 TOKENS, K, D, I, E = 64, 2, 64, 128, 8  # noqa: E741
 ROWS = P(("data", "expert"))
 MESHES = {
@@ -338,6 +337,7 @@ def test_in_shard_map(check, way):
     assert_bits_equal(layer(x, experts, weights, w1, w2), want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "kind"), [("data and experts", AxisType.Auto), ("tensor", AxisType.Explicit)]
 )

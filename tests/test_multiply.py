@@ -63,6 +63,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way,format", in_turn(WAYS, FORMATS))
 def test_floats_are_what_codes_stand_for(way, format):
     x = jnp.asarray(random_bits((32, 64, 96), "bfloat16", seed=3))
@@ -176,6 +177,7 @@ STEPS = {
 RECIPES = {"mxfp8": MXFP8, "hybrid": jax_mx.MXFP8_HYBRID, "dgrad in bf16": Recipe(dgrad="bf16")}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name,recipe", in_turn(STEPS, RECIPES))
 def test_steps_of_floats_give_the_same_bits(name, recipe, monkeypatch):
     """Each product of the function and of its gradients, in one step of floats or another."""
@@ -348,6 +350,7 @@ def test_explain_and_counts_see_a_step_once():
     assert quantizings(f, x, w) == 6
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_hold_no_arrays(name):
     """No tracer leaks by way of what a step is traced from; without jit nothing is kept at all."""
@@ -355,6 +358,33 @@ def test_steps_hold_no_arrays(name):
     f, args = make(lambda op: op), [normal(shape, i) for i, shape in enumerate(shapes)]
     with lowered_apart(), jax.checking_leaks():
         jax.make_jaxpr(functools.partial(with_gradients, f))(*args)
+
+
+def test_a_checkpoint_keeps_steps_whole_and_its_first_pass_keeps_no_form():
+    """So products get floats from one kernel; a policy that keeps codes looks into the step."""
+    x, w = normal((64, 128), 1), normal((2, 128, 128), 2)
+
+    def loop(layer):
+        step = lambda c, w: (layer(c, w), None)  # noqa: E731
+        return lambda x, w: jax.lax.scan(step, x, w)[0]
+
+    product = lambda x, w: jax_mx.matmul(x, jnp.sin(w), recipe="mxfp8")  # noqa: E731
+    want = jax.jit(functools.partial(with_gradients, loop(product)))(x, w)
+    policies = jax.checkpoint_policies
+    for policy, kept in (
+        (policies.nothing_saveable, [(), ((0, 1), (1, 1))]),
+        (policies.everything_saveable, []),
+        (policies.save_only_these_names(jax_mx.CHECKPOINT_NAME), []),
+    ):
+        f = functools.partial(with_gradients, loop(jax.checkpoint(product, policy=policy)))
+        for g, each in zip(jax.jit(f)(x, w), want, strict=True):
+            assert_bits_equal(g, each)
+        steps = [eqn.params["step"] for eqn in steps_in(f, x, w)]
+        assert [s.kept for s in steps if len(s.multiplications) == 1] == kept
+        if kept:
+            first = steps_in(f, x, w)[0]
+            operands, _ = first.params["tree"].unflatten(first.invars)
+            assert [operand.wanted for operand in operands] == [(True, False)] * 2
 
 
 def test_without_jit_nothing_is_compiled_or_kept():

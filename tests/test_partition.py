@@ -186,6 +186,7 @@ def in_shard_map(name: str):
     return [np.asarray(y) for y in jax.jit(call)(*floats())]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", CELLS)
 def test_fsdp(name, kind):
@@ -228,16 +229,15 @@ def test_windows_that_devices_have_several_of(specs, implementation):
     x = x * np.repeat(np.float32(8.0) ** np.arange(8), len(x) // 8)[:, None]
     got, _ = split(call, mesh, specs, None, (x, w, dy / x.max(1, keepdims=True)))
     parts = [jnp.split(jnp.asarray(a), 8) for a in (x, dy / x.max(1, keepdims=True))]
-    each = [
-        jax.jit(step(ROWS))(x, jnp.asarray(floats()[1]), dy)[2]
-        for x, dy in zip(*parts, strict=True)
-    ]
+    by_rows = jax.jit(step(ROWS))
+    each = [by_rows(x, jnp.asarray(w), dy)[2] for x, dy in zip(*parts, strict=True)]
     want = np.sum(np.stack(each), 0, dtype=np.float64)
     np.testing.assert_allclose(got[2], want, atol=1e-5 * np.abs(want).max())
-    rows = jax.jit(step(ROWS))(x, w, dy / x.max(1, keepdims=True))[2]
+    rows = by_rows(x, w, dy / x.max(1, keepdims=True))[2]
     assert np.abs(got[2] - rows).max() > 1e-3 * np.abs(want).max()
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("rows", [992, 1000])
 def test_tokens_that_devices_cannot_share_in_whole_blocks(rows):
     """The window "shard" is a row then, as without devices."""
@@ -263,6 +263,7 @@ def mlp_step(x, gate, up, down, dy, joined=False):
     return y, *pull(dy)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("specs", "sums", "joined"),
     [
@@ -535,11 +536,14 @@ def test_what_a_llama_step_moves(kind):
 
     In float32 the embedding and the output matrix, which are no products of ours, and norms.
     """
+    from conftest import QUICK  # which processes of other tests here must not have
+
     model = llama.Model(MODEL, llama.Ours(HOPPER), llama.split_of(kind, 8))
     tokens = np.random.default_rng(0).integers(0, MODEL.vocabulary, (8, 65), np.int32)
     with model.setting():
         state, text = model.placed(jax.random.key(0), tokens)
-        moved = program.collectives(model.jitted(model.step).lower(state, text).compile().as_text())
+        lowered = model.jitted(model.step).lower(state, text)
+        moved = program.collectives(lowered.compile(dict(QUICK)).as_text())  # nothing runs
     weights = sum(k * n for k, n in MODEL.products.values())  # of a layer
     # Forward, again in the backward pass, where nobody reads the result of the last one, and dgrad,
     # of which scales move, too: they are of rows that nobody has a part of.

@@ -384,16 +384,16 @@ def mesh(kind: AxisType):
 def test_private_names_of_jax():
     """primitive.py rests on these, and nothing else on others; an unsupported JAX fails here."""
     from jax._src import core, custom_partitioning_sharding_rule, dispatch
-    from jax._src.interpreters import partial_eval
+    from jax._src.interpreters import ad, partial_eval
     from jax.interpreters import mlir
 
     source = Path(primitive.__file__).read_text()
-    used = set(re.findall(r"(?<![\w.])(core|dispatch|partial_eval)\.(\w+)", source))
+    used = set(re.findall(r"(?<![\w.])(core|dispatch|partial_eval|tangents)\.(\w+)", source))
     assert {("core", "standard_vma_rule"), ("dispatch", "apply_primitive")} <= used
     used |= {("rule", "sdy_sharding_rule_to_mlir"), ("rule", "str_to_sdy_sharding_rule")}
     used.add(("core", "ShardingTypeError"))
     modules = {"core": core, "dispatch": dispatch, "rule": custom_partitioning_sharding_rule}
-    modules["partial_eval"] = partial_eval
+    modules |= {"partial_eval": partial_eval, "tangents": ad}
     assert core.closed_call_p in partial_eval.partial_eval_jaxpr_custom_rules
     missing = [f"{m}.{name}" for m, name in used if not hasattr(modules[m], name)]
     assert not missing, f"jax {jax.__version__} lacks {missing}, which jax_mx rests on"

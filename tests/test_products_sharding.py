@@ -334,6 +334,7 @@ def test_sharded_as_lax_dot_general(name, split, mode):
     check(name, split, mode)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("left", "right", "out"),
     [

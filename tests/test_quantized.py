@@ -84,6 +84,7 @@ def test_it_enters(place):
     assert float(got[0][0]) != float(plain[0][0])
 
 
+@pytest.mark.sampled(2, 1)
 @pytest.mark.parametrize("place", ["jit", "scan of checkpoint"])
 def test_explicit_axes(place):
     """Where types say how arrays are split: by rows, and by columns of weights."""

@@ -163,6 +163,7 @@ def test_what_serves_what():
     assert served(wide, mx(stack, window=128), "gfx950") == "flydsl"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("lhs", "rhs", "axes"),
     [

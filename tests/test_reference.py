@@ -25,6 +25,7 @@ each_format = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 each_scaling = pytest.mark.parametrize("scaling", Scaling, ids=str)
 
 
+@pytest.mark.sampled(2)
 @each_format
 @each_scaling
 def test_golden(format, scaling):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import test_moe
 from helpers import assert_refused, on_eight, with_table
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from moe_oracle import Layer
-from test_moe_sharding import DOCS, placed, with_gradients
+from test_moe_sharding import DOCS, operands, placed, with_gradients
 
 import jax_mx
 from jax_mx import MXFP8
@@ -110,14 +110,13 @@ ORACLES = {  # recipe, its options, devices
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) for n in ORACLES])
-def test_the_oracle_in_float64(name):
-    """Values and every gradient, biases too, of one program: even routings, to one expert, none."""
-    recipe, options, devices = ORACLES[name]
+def against_the_oracle(name: str, devices: int, how: tuple[str, ...]) -> None:
+    """Values and every gradient, biases too, of one program, which serves all these routings."""
+    recipe, options, _ = ORACLES[name]
     mesh = jax.make_mesh(
         (devices,), ("expert",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
     )
-    experts = 8
+    experts = max(8, devices)
     rng = np.random.default_rng(5)
     scale = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     args = [scale(64, 64), None, rng.random((64, 2)).astype(np.float32)]
@@ -126,17 +125,85 @@ def test_the_oracle_in_float64(name):
     options = {"recipe": test_moe.RECIPES[recipe], **options}
     call = with_gradients(expert_axis="expert", way="rounds", **options)
     oracle = Layer(**{key: v for key, v in options.items() if key != "wire"})
-    for how in ("any", "one", "none"):
+    for routing in how:
         args[1] = rng.integers(-1, experts + 1, (64, 2)).astype(np.int32)
-        if how != "any":
-            args[1][:] = 5 if how == "one" else -1
+        if routing == "even":
+            args[1] = (np.arange(128, dtype=np.int32) % experts).reshape(64, 2)
+        elif routing != "any":
+            args[1][:] = 5 if routing == "one" else -1
         with jax.set_mesh(mesh):
-            found = call(*placed(args, mesh, ("expert",)))
+            got = call(*placed(args, mesh, ("expert",)))
         y, gradients = oracle(*test_moe.exact(args))
-        for i, (got, want) in enumerate(zip(found, (y, *gradients), strict=True)):
+        for i, (a, b) in enumerate(zip(got, (y, *gradients), strict=True)):
             # Rounds part tokens among blocks in another way, which few bits and rotations show.
-            apart = how == "one" and i in (3, 4) and recipe == "mxfp4"
-            test_moe.assert_close(got, want, 0.3 if apart else 4e-3, f"{how}, result {i}")
+            apart = routing == "one" and i in (3, 4) and recipe == "mxfp4"
+            test_moe.assert_close(a, b, 0.3 if apart else 4e-3, f"{routing}, result {i}")
+    assert call._cache_size() == 1  # so memory is that of an even routing
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) for n in ORACLES])
+def test_the_oracle_in_float64(name):
+    against_the_oracle(name, ORACLES[name][2], ("even", "any", "one", "none"))
+
+
+def test_all_tokens_of_eight_devices_to_one_expert():
+    """One device's result, in further rounds of the program of any other routing."""
+    x, _, weights, w1, w2, *_ = operands()
+    ids = jnp.full((64, 2), 5, jnp.int32)
+    mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
+    layer = functools.partial(jax_mx.moe, recipe="bf16")
+    want = jax.jit(layer)(x, ids, weights, w1, w2)
+    with jax.set_mesh(mesh):
+        call = jax.jit(functools.partial(layer, expert_axis="expert", way="rounds"))
+        got = call(*placed((x, ids, weights, w1, w2, x, x, x), mesh, ("expert",))[:5])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["mxfp8", "gpt-oss"])
+def test_the_oracle_on_sixteen_devices(name):
+    code = """
+        from test_rounds import against_the_oracle
+        against_the_oracle(sys.argv[2], 16, ("even", "any", "one"))
+    """
+    on_eight(code, name, devices=16)
+
+
+@functools.cache
+def split(shape: tuple[int, int], way: str | None):
+    """The layer with its gradients on so many shards of data and of experts."""
+    devices = jax.devices()[: shape[0] * shape[1]]
+    axes = ((AxisType.Auto, AxisType.Explicit)[shape[0] > 1],) * 2
+    mesh = jax.make_mesh(shape, ("data", "expert"), axis_types=axes, devices=devices)
+    return with_gradients(expert_axis="expert", way=way, wire="floats"), mesh
+
+
+@pytest.mark.thorough
+@settings(max_examples=24)
+@given(
+    seed=st.integers(0, 999),
+    how=st.sampled_from(["even", "one", "none", "any", "any"]),
+    shape=st.sampled_from([(1, 2), (1, 8), (2, 4), (4, 2)]),
+)
+def test_any_routing_on_any_mesh(seed, how, shape):
+    """One device's results, of the layer and of all its gradients."""
+    args = list(operands(seed))
+    rows = routings(-(-64 // T), 8, seed, how)[:64, :2]
+    args[1] = jnp.asarray(rows)
+    want = of_one()(*args)
+    call, mesh = split(shape, "rounds")
+    with jax.set_mesh(mesh):
+        got = call(*placed(args, mesh, ("data", "expert")))
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        np.testing.assert_allclose(
+            a, b, rtol=1e-4, atol=1e-4 * (1 + np.abs(b).max()), err_msg=f"result {i}"
+        )
+
+
+@functools.cache
+def of_one():
+    """The layer with its gradients on one device."""
+    return with_gradients()
 
 
 # ---- how much moves, and how many slots there are ---
@@ -238,6 +305,7 @@ def test_slots_do_not_grow_with_devices(k):
 
 @pytest.mark.thorough
 def test_temporaries_do_not_grow_with_devices():
+    """XLA compiles the layer, forward and backward, and says what it plans."""
     code = """
         k = 2
         for e in (4, 64):
@@ -245,9 +313,9 @@ def test_temporaries_do_not_grow_with_devices():
             mesh = jax.make_mesh((e,), ("expert",), devices=own, axis_types=kinds)
             where = NamedSharding(mesh, P("expert"))
             aval = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype, sharding=where)
-            rows = 1024 * e
-            args = [aval(rows, 256), aval(rows, k, dtype=jnp.int32)]
-            args += [aval(rows, k, dtype=jnp.float32), aval(e, 256, 256), aval(e, 128, 256)]
+            rows = 16384 * e
+            args = [aval(rows, 64), aval(rows, k, dtype=jnp.int32)]
+            args += [aval(rows, k, dtype=jnp.float32), aval(64, 64, 64), aval(64, 32, 64)]
             def both(x, ids, weights, *w):
                 how = {"expert_axis": "expert", "way": "rounds"}
                 f = lambda x, *w: jax_mx.moe(x, ids, weights, *w, **how)

@@ -79,6 +79,7 @@ CALLS = [rms_norm, gated, frozen, rows_of_codes, both_directions, quantized_weig
 CALLS += [own_custom_vjp]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("call", CALLS)
 def test_everything_is_saved(call):
     """Within a scan, where JAX saves what each step gives, and jitted."""

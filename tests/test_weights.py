@@ -82,6 +82,7 @@ def test_bad_calls_get_one_sentence():
         assert_refused(call, error, sentence)
 
 
+@pytest.mark.sampled(2)
 # ---- values ---
 @pytest.mark.parametrize("name", RECIPES)
 def test_of_one_dtype_it_is_what_products_quantize(name):
@@ -124,6 +125,7 @@ def test_masters_are_float32_beside_other_activations(dtype):
     assert jax_mx.ragged_dot(x, experts, jnp.asarray([20, 28], jnp.int32)).dtype == dtype
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["rows", "mxfp8"])
 def test_layers_in_a_scan(name):
     """The scan slices what was quantized; nothing of a weight is quantized again."""
@@ -172,7 +174,7 @@ def test_microbatches_share_it():
 
 
 # ---- devices ---
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["rows", "tiles"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_codes_move_where_devices_have_parts(name, kind):

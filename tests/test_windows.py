@@ -23,7 +23,7 @@ from jax_mx import reference
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS
 from jax_mx.facts.windows import ROW, TILE, WINDOWS
 from jax_mx.lowering import primitive
-from jax_mx.ops.mxarray import _deserialize, _serialize
+from jax_mx.ops.mxarray import deserialized, serialized
 
 # --thorough runs all cases of a test, CI one of 6.
 pytestmark = pytest.mark.sampled(12)
@@ -281,7 +281,7 @@ def test_window_is_static():
         if window != TILE:
             assert tree != jax.tree.structure(dataclasses.replace(q, window=other))
         aux = tree.node_data()[1]
-        assert _deserialize(_serialize(aux)) == aux
+        assert deserialized(serialized(aux)) == aux
 
 
 def test_programs_of_other_windows_differ():

@@ -80,6 +80,8 @@ def quantized(
     Raises:
       TypeError, ValueError: the recipe is none, or `where` is none of these.
     """
+    if not callable(f):
+        raise TypeError(f"{OP}: f must be a function, got {shown(f)}")
     check_recipe(OP, recipe)
     choice, left = _choice(where, recipe), Left(OP)
 

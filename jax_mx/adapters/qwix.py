@@ -7,6 +7,7 @@ inner names it uses two, as qwix' own providers do: what tells a weight, and wha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,7 +68,7 @@ class Provider(qwix.QuantizationProvider):
         numbers = swapped_numbers(dimension_numbers) if swaps else dimension_numbers
         if recipe is None or not self._can(recipe, numbers, *((rhs, lhs) if swaps else (lhs, rhs))):
             return _plain(jax.lax.dot_general)(lhs, rhs, dimension_numbers, *args, **kwargs)
-        multiply = with_weight_first if swaps else dot_general
+        multiply = partial(with_weight_first, "dot_general") if swaps else dot_general
         return _plain(multiply)(lhs, rhs, dimension_numbers, *args, recipe=recipe, **kwargs)
 
     def einsum(self, subscripts: Any, *operands: Any, **kwargs: Any) -> jax.Array:

@@ -10,14 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Format, named
+from jax_mx.facts.formats import shown as shown
 from jax_mx.facts.layouts import ScaleLayout, ValueLayout
 from jax_mx.facts.windows import ROW, TILE, WINDOWS, Window
-
-
-def shown(value: Any) -> str:
-    """For a message of one line."""
-    text = repr(value)
-    return text if "\n" not in text and len(text) < 80 else type(value).__name__
 
 
 def whole(value: Any) -> int:
@@ -123,7 +118,8 @@ def floats(op: str, x: Any, name: str = "x") -> Any:
     dtype = getattr(x, "dtype", None)
     if isinstance(x, jax.Array):
         return x
-    if isinstance(dtype, np.dtype) and jax.tree_util.all_leaves([x]):  # no QuantizedWeight
+    is_array = isinstance(dtype, np.dtype) and not isinstance(x, type)  # as jnp.float32 is
+    if is_array and jax.tree_util.all_leaves([x]):  # no QuantizedWeight
         return x
     try:
         if dtype is None:
@@ -141,7 +137,7 @@ def float_dtype(op: str, name: str, dtype: Any) -> np.dtype:
     allowed = ", ".join(FLOAT_DTYPES)
     try:
         found = jnp.dtype(dtype if dtype is not None else "nothing").newbyteorder("=")
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{op}: {name} is {shown(dtype)}, must be one of {allowed}") from error
     if found not in FLOAT_DTYPES.values():
         raise TypeError(f"{op}: {name} is {found.name}, must be one of {allowed}; convert it first")

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from jax_mx.command import pictures, ran, tensors
+from jax_mx.command import ran, tensors
 from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 
@@ -38,7 +38,6 @@ bad options, 130 when interrupted, else 1.
 examples:
   {PROGRAM} --file model.safetensors --format mxfp4_e2m1 --scaling even
   {PROGRAM} --file gradients.npz --axis 0 --dtype float32 --json
-  {PROGRAM} --file model.safetensors --plot report.html
 """
 
 
@@ -64,8 +63,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--emulate", choices=ARCHS["flydsl"], metavar="ARCH", help=about)
     add("--strict", action="store_true", help="exit with 1 if any tensor or file failed")
     add("--json", action="store_true", help="one JSON object instead of tables")
-    about = "draw histograms of tensors, and speeds: a page (.html), a picture (.png, .svg, .pdf)"
-    add("--plot", type=picture_path, metavar="PATH", help=about)
     options = parser.parse_args(arguments)
     for name in ("file", *DEFAULTS):  # each once
         given = getattr(options, name) or DEFAULTS.get(name, [])
@@ -82,11 +79,3 @@ def axis_number(text: str) -> int:
     if not -32 <= number < 32:
         raise argparse.ArgumentTypeError(f"must be -32 to 31, got {text}")
     return number
-
-
-def picture_path(text: str) -> Path:
-    """Where a picture can be written."""
-    path = Path(text)
-    if reason := pictures.obstacle(path):
-        raise argparse.ArgumentTypeError(reason)
-    return path

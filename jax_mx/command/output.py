@@ -12,7 +12,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # the columns' names, and
 
 
 def lines_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table as text for pipes, files and pages, which have no width."""
+    """A table as text for pipes and files, which have no width."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = [columns, ["-" * width for width in widths], *rows]
     texts = ("  ".join(map(str.ljust, line, widths)) for line in lines)

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 import jax
 
 import jax_mx
-from jax_mx.command import here, multiplying, pictures, ran, samples, tensors
+from jax_mx.command import here, multiplying, ran, samples, tensors
 from jax_mx.command.options import PROGRAM, parse
 from jax_mx.command.output import Screen
 from jax_mx.facts.formats import BLOCK
@@ -22,7 +21,6 @@ from jax_mx.facts.toolchains import install
 
 # What the extra `cli` brings: the modules, and what their distributions are called.
 EXTRA = {"rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}
-PLOT = "matplotlib"
 EMULATOR = ("elftools", "msgpack", "tinygrad")  # modules
 
 
@@ -35,7 +33,6 @@ class Report:
       screen: shows tables and steps; on stderr where stdout has to be JSON.
       facts: the content of the JSON object.
       differ: whether the bytes of some kernel are not the reference's.
-      histograms: for the picture or page, one entry for each tensor.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -43,7 +40,6 @@ class Report:
         self.screen = Screen(sys.stderr if options.json else sys.stdout, silent=options.json)
         self.facts: dict[str, Any] = {"failures": []}
         self.differ = False
-        self.histograms: list[pictures.Histograms] = []
 
     def remark(self, name: str, sentence: str) -> None:
         """Says on stderr what a reader of a tensor's row should know."""
@@ -73,7 +69,6 @@ class Report:
             self.measure_tensors()
             if not self.options.file and self.options.emulate is None:
                 self.run_kernels()
-            self.draw()
         seconds = time.monotonic() - start
         self.screen.say(f"{self.verdict()}Took {seconds:.0f} s.")
         if self.options.json:
@@ -89,7 +84,8 @@ class Report:
         options, say, devices = self.options, self.screen.say, here.devices()
         versions = {"jax_mx": jax_mx.__version__, "jax": jax.__version__}
         self.facts |= versions | {"devices": [facts for facts, _ in devices.values()]}
-        say(f"{self.versions()}, which sees:", *(f"  {name}" for name in devices), "")
+        say(f"jax_mx {jax_mx.__version__}, JAX {jax.__version__}, which sees:")
+        say(*(f"  {name}" for name in devices), "")
         if hint := here.hidden_gpu():
             say(hint, "")
         servings = here.servings(options.format, options.axis, options.dtype)
@@ -107,10 +103,6 @@ class Report:
         title = "What multiplies MXFP8 on each chip, with this JAX"
         self.screen.show(title, *multiplying.multiplying_table(self.facts["products"]))
 
-    def versions(self) -> str:
-        """The versions of the library and of JAX."""
-        return f"jax_mx {jax_mx.__version__}, JAX {jax.__version__}"
-
     def measure_tensors(self) -> None:
         """Quantizes the tensors of files, or of the small network."""
         options, rows = self.options, []
@@ -124,12 +116,7 @@ class Report:
                 self.remark(name, str(error))
                 continue
             with self.screen.step(f"quantizing {shown}"):
-                call = shown, sample, options.format
-                measured = list(tensors.measure(*call, options.scaling))
-                rows += measured
-                if options.plot:
-                    drawn = pictures.histograms(*call, options.scaling[0], measured)
-                    self.histograms.append(drawn)
+                rows += tensors.measure(shown, sample, options.format, options.scaling)
             for remark in sample.notes:
                 self.remark(name, remark)
         self.compare(rows)
@@ -169,16 +156,6 @@ class Report:
         self.screen.show(title, *table)
         self.compare(rows)
 
-    def draw(self) -> None:
-        """Writes the picture or page, if one is wanted."""
-        if (path := self.options.plot) is None:
-            return
-        about = [f"{self.versions()}, on:", *here.devices()]
-        with self.screen.step(f"drawing {path}"):
-            said = pictures.write(path, self.histograms, self.facts.get("speed", []), about)
-        self.facts["plot"] = str(path)
-        self.screen.say(said)
-
 
 # ---- the command ---
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,8 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         why = f" ({str(error).splitlines()[0]})" if str(error) else ""
         return _end(f"JAX has no device with JAX_PLATFORMS={asked!r}{why}; unset it", 1)
     try:
-        if options.plot:  # not after all else was measured
-            importlib.import_module(f"{PLOT}.figure")
         with jax.debug_nans(False), jax.debug_infs(False):  # tensors may have some
             if options.emulate is None:
                 return Report(options).run()
@@ -227,8 +202,6 @@ def _missing(error: ModuleNotFoundError) -> int:
     module = (error.name or "").partition(".")[0]
     if module in EMULATOR:
         return _end(str(error), 1)
-    if module == PLOT:
-        return _end(f"--plot needs {PLOT}; {install(PLOT)}", 1)
     library = EXTRA.get(module)
     if library is None:
         raise error

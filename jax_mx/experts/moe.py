@@ -395,7 +395,7 @@ class Slots(Moves):
         groups, trip, sides = kept.place.groups, kept.place.trip, kept.sides
         (gate_up,) = back.gate_up
         halves = reference.halves(gate_up, layer.activation, layer.interleaved)
-        act = reference.gated_exactly(halves, None, layer.activation)
+        act = reference.gated_exactly(halves, layer.activation)
         dscale = (back.dact.astype(jnp.float32) * act).sum(-1)
         dx = trip.back(groups.combined(back.dx)).astype(sides.x.dtype)
         dweights = trip.back_choices(groups.of_choices(dscale))

@@ -15,7 +15,7 @@ from jax_mx.facts.toolchains import COMPILERS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Modules of kernels/ that decide when and where kernels are compiled, not what they are.
-_DRIVERS = ("build.py", "shipped.py", "worker.py", "sass.py", "gcn.py", "paths.py")
+_DRIVERS = ("build.py", "shipped.py", "worker.py")
 
 
 def sources(dsl: str, arch: str, package: Path = PACKAGE) -> list[Path]:

@@ -28,6 +28,12 @@ FLOAT_DTYPES: Mapping[str, np.dtype] = {
 T = TypeVar("T")
 
 
+def shown(value: Any) -> str:
+    """For a message of one line."""
+    text = repr(value)
+    return text if "\n" not in text and len(text) < 80 else type(value).__name__
+
+
 def named(kind: str, table: Mapping[str, T], value: Any) -> T:
     """The member of `table` that `value` is or names; the one place where strings are accepted.
 
@@ -43,7 +49,7 @@ def named(kind: str, table: Mapping[str, T], value: Any) -> T:
     for member in table.values():
         if type(value) is type(member) and value == member:
             return member
-    raise TypeError(f"{kind} must be one of {allowed}, got {value!r}")
+    raise TypeError(f"{kind} must be one of {allowed}, got {shown(value)}")
 
 
 @dataclasses.dataclass(frozen=True)

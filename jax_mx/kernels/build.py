@@ -38,7 +38,6 @@ from jax_mx.kernels.shipped import shipped_archs  # noqa: E402
 BINARIES = PACKAGE / "binaries"
 EXECUTED = ("sm_90a", *ARCHS["flydsl"])  # the archs whose binaries must have run, or been emulated
 Job = tuple[Binary, str]  # a variant and an arch
-TOGETHER = 16  # binaries that one run of the disassembler serves, which takes 0.3 s to start
 
 
 def main() -> int:
@@ -164,7 +163,7 @@ def is_current(facts: dict[str, Any] | None, variant: Binary, arch: str) -> bool
 
 
 def compile_all(jobs: list[Job]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields (image, facts), instructions counted, with progress on the terminal."""
+    """Yields (image, facts), with progress on the terminal."""
     if not jobs:
         return
     for name in [name for name in os.environ if name.startswith(("CUTE_DSL_", "FLYDSL_"))]:
@@ -189,8 +188,6 @@ def compile_all(jobs: list[Job]) -> Iterator[tuple[bytes, dict[str, Any]]]:
                     progress.update(task, advance=1, last=name)
                     if not console.is_terminal:
                         print(f"compiled {name}", flush=True)
-                progress.update(task, last="counting instructions")
-                _count_instructions(done, pool)
             yield from done.values()
 
 
@@ -199,34 +196,6 @@ def _compile(variant: Binary, arch: str) -> tuple[bytes, dict[str, Any]]:
     from jax_mx.kernels.worker import compiled
 
     return compiled(variant, arch)
-
-
-def _count_instructions(done: dict[Job, tuple[bytes, dict]], pool) -> None:
-    """Adds them to the facts; of `TOGETHER` binaries at once, which is what makes it cheap."""
-    by_arch: dict[str, list[Job]] = {}
-    for variant, arch in done:
-        by_arch.setdefault(arch, []).append((variant, arch))
-    futures = {}
-    for arch, jobs in by_arch.items():
-        for first in range(0, len(jobs), TOGETHER):
-            batch = jobs[first : first + TOGETHER]
-            trips = [
-                {e["symbol"]: e["usage"]["trips"] for e in entries_of(done[j][1])} for j in batch
-            ]
-            dsl = batch[0][0].implementation
-            what = _count, dsl, [done[j][0] for j in batch], arch, trips
-            futures[pool.submit(*what)] = batch
-    for future, jobs in futures.items():
-        for job, counts in zip(jobs, future.result(), strict=True):
-            for entry in entries_of(done[job][1]):
-                entry["usage"]["instructions"] = counts[entry["symbol"]]
-
-
-def _count(dsl: str, images: list[bytes], arch: str, trips: list[dict[str, int]]) -> list[dict]:
-    """In a process of a pool: how many instructions a warp issues, per image and symbol."""
-    counter = {"cutedsl": "cutedsl.sass", "flydsl": "flydsl.gcn"}[dsl]
-    module = importlib.import_module(f"jax_mx.kernels.{counter}")
-    return module.count_instructions(images, arch, trips)
 
 
 # ---- checking and reporting ---
@@ -278,30 +247,21 @@ def report(jobs: list[Job]) -> None:
     from rich.table import Table
 
     manifest = read_manifest()
-    title = "The entries for aligned operands. Instructions: that a warp issues, at least - at most"
-    table = Table(title=title, box=SIMPLE_HEAD)
+    table = Table(title="The entries for aligned operands", box=SIMPLE_HEAD)
     for column in ("variant", "arch", "scales"):
         table.add_column(column, no_wrap=True)
-    for column in ("registers", "spilled", "shared", "instructions", "per element"):
+    for column in ("registers", "spilled", "shared"):
         table.add_column(column, justify="right", no_wrap=True)
     last = None
     for variant, arch in jobs:
         names = (variant.name if variant != last else "", arch)
         for layout, launch in manifest.get(name_of(variant, arch), {}).get("launches", {}).items():
-            table.add_row(*names, layout, *_usage(launch["entries"][0]["usage"]))
+            usage = launch["entries"][0]["usage"]
+            numbers = (str(usage[name]) for name in ("registers", "stack", "shared"))
+            table.add_row(*names, layout, *numbers)
             names, last = ("", ""), variant
     if table.rows:
         Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
-def _usage(usage: dict[str, Any]) -> list[str]:
-    """A row's numbers."""
-    counts, each = "not known", ""
-    if found := usage.get("instructions"):
-        ends = found["shortest"], found["longest"]
-        counts = "{} - {}".format(*ends) + " a trip" * found["loops"]
-        each = "{:.2f} - {:.2f}".format(*(n / usage["elements_per_thread"] for n in ends))
-    return [*(str(usage[name]) for name in ("registers", "stack", "shared")), counts, each]
 
 
 def name_of(variant: Binary, arch: str) -> str:

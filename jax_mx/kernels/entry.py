@@ -23,7 +23,6 @@ class QuantizerEntry:
       threads: of a workgroup.
       grid: terms (axis, buffer, from, to, divisor), and a summand where a size is a sum.
       elements_per_thread: for the build's report.
-      trips: the most that a loop in it makes; 0 where there is none.
       dynamic_shared: bytes of shared memory that a launch gives beside the kernel's own.
       cluster: how many thread blocks a cluster has.
       scratch: results that are cleared before, as the launch rule has them.
@@ -41,7 +40,6 @@ class QuantizerEntry:
     )
     extents: Sequence = ()
     divide: Sequence = ()
-    trips = 0
     dynamic_shared = 0
     cluster = 1
     scratch: Sequence = ()
@@ -171,7 +169,7 @@ def launches(
             found[name]["scratch"] = [*entries[0].scratch]
         for entry in entries:
             symbol = next(symbols)
-            own = {"elements_per_thread": entry.elements_per_thread, "trips": entry.trips}
+            own = {"elements_per_thread": entry.elements_per_thread}
             facts: dict[str, Any] = {**usage[symbol], **own}
             if tuple(threads := facts.pop("threads")) != (entry.threads, 1, 1):
                 raise RuntimeError(f"{symbol}: compiled for {threads} threads")

@@ -30,7 +30,7 @@ from jaxlib.mlir.dialects import stablehlo as hlo
 
 # Private to JAX, all of it; used here alone, pinned by tests/test_primitive.py.
 from jax._src import core, dispatch, sharding_impls, xla_bridge  # isort: skip
-from jax._src.interpreters import mlir as modules, partial_eval  # isort: skip
+from jax._src.interpreters import ad as tangents, mlir as modules, partial_eval  # isort: skip
 from jax._src.lib import xla_client  # isort: skip
 from jax._src.custom_partitioning_sharding_rule import (  # isort: skip
     sdy_sharding_rule_to_mlir,
@@ -63,6 +63,11 @@ logger = logging.getLogger("jax_mx")
 def varies(x: Any) -> bool:
     """Whether an array is known to differ among the shards of a shard_map around it."""
     return "{V:" in jax.typeof(x).str_short()
+
+
+def is_differentiated(x: Any) -> bool:
+    """Whether a derivative by x is being taken, by jax.grad, jax.vjp, jax.jvp or jax.linearize."""
+    return isinstance(x, tangents.JVPTracer | tangents.LinearizeTracer)
 
 
 def is_tracing() -> bool:
@@ -418,8 +423,8 @@ def no_derivative(*_, plan: AnyPlan, **__):
     if plan.source.derivative:
         raise NotImplementedError(plan.source.derivative)
     raise NotImplementedError(
-        f"{plan.name} has no derivative, as codes have none; jax_mx.fake_quantize(x) is quantize "
-        "and dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one "
+        f"{plan.name}: codes have no derivative; jax_mx.fake_quantize(x) is quantize and "
+        "dequantize with a straight-through one, jax.lax.stop_gradient(x) stops asking for one "
         f"({firsts} ones)"
     )
 
@@ -473,33 +478,37 @@ ad.primitive_transposes[reverse_only_p] = lambda dy, _, **__: [dy]
 
 # ---- a linear function that is known by its transpose ---
 linear_p = Primitive("mx_linear")
+linear_p.multiple_results = True
 
 
-def linear(transposed: Callable, kept: Any, tangents: Sequence[Any], like: jax.Array) -> jax.Array:
+def linear(
+    transposed: Callable, kept: Any, tangents: Sequence[Any], like: Sequence[jax.Array]
+) -> list[jax.Array]:
     """A linear function of tangents, for the rule of a `jax.custom_jvp`.
 
     Reverse mode calls `transposed`, as it does a `jax.custom_vjp`'s backward pass. Only forward
     mode transposes that, when it executes or lowers the tangent.
 
     Args:
-      transposed: gives the cotangents of tangents, from what is kept and that of the result.
+      transposed: gives cotangents of tangents, from what is kept and the results' cotangents.
       kept: a pytree of arrays.
       tangents: arrays.
-      like: an array of the result's type.
+      like: arrays of the results' types.
     """
     leaves, tree = jax.tree.flatten(kept)
+    count = len(leaves)
 
     def of_leaves(*args: Any) -> tuple[Any, ...]:
-        return tuple(transposed(tree.unflatten(args[:-1]), args[-1]))
+        return tuple(transposed(tree.unflatten(args[:count]), *args[count:]))
 
-    params = {"transposed": of_leaves, "count": len(leaves), "like": jax.typeof(like)}
+    types = tuple(map(jax.typeof, like))
+    params = {"transposed": of_leaves, "count": count, "like": types}
     return linear_p.bind(*leaves, *tangents, **params)
 
 
-def _forward(*args: Any, transposed: Callable, count: int, like: Any) -> jax.Array:
+def _forward(*args: Any, transposed: Callable, count: int, like: Any) -> Any:
     kept, tangents = args[:count], args[count:]
-    (y,) = jax.linear_transpose(lambda dy: transposed(*kept, dy), like)(tangents)
-    return y
+    return jax.linear_transpose(lambda *dys: transposed(*kept, *dys), *like)(tangents)
 
 
 def _jvp_of_linear(primals: Any, tangents: Any, *, count: int, **how: Any) -> tuple[Any, Any]:
@@ -509,7 +518,7 @@ def _jvp_of_linear(primals: Any, tangents: Any, *, count: int, **how: Any) -> tu
         bind = functools.partial(linear_p.bind, *kept, count=count, **how)
         return bind(*rest), bind(*moved)
     run = functools.partial(_forward, count=count, **how)
-    return jax.jvp(run, primals, [*map(ad.instantiate_zeros, tangents)])
+    return jax.jvp(run, [*primals], [*map(ad.instantiate_zeros, tangents)])
 
 
 def split_of_mapped(args: Any, dims: Any) -> Any:
@@ -519,33 +528,85 @@ def split_of_mapped(args: Any, dims: Any) -> Any:
     return jax.typeof(x).sharding.spec[d]
 
 
-def _batch_of_linear(args: Any, dims: Any, *, transposed: Callable, count: int, like: Any) -> Any:
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-    names = split_of_mapped(args, dims)
-    tangents = [
+def _mapped(args: Any, dims: Any, size: int, names: Any) -> list[jax.Array]:
+    """Arrays that all have the mapped dimension, in front."""
+    return [
         spread(x[None], (size, *x.shape), (names, *spec_of(x)))
         if d is None
         else jnp.moveaxis(x, d, 0)
-        for x, d in zip(args[count:], dims[count:], strict=True)
+        for x, d in zip(args, dims, strict=True)
     ]
-    sharding = like.sharding.update(spec=PartitionSpec(names, *like.sharding.spec))
-    like = like.update(shape=(size, *like.shape), sharding=sharding)
-    of_batch = jax.vmap(transposed, in_axes=(*dims[:count], 0))
-    params = {"transposed": of_batch, "count": count, "like": like}
-    return linear_p.bind(*args[:count], *tangents, **params), 0
 
 
-def _transpose_of_linear(dy: Any, *args: Any, transposed: Callable, count: int, **_: Any) -> Any:
+def _batch_of_linear(args: Any, dims: Any, *, transposed: Callable, count: int, like: Any) -> Any:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    names = split_of_mapped(args, dims)
+    tangents = _mapped(args[count:], dims[count:], size, names)
+
+    def mapped(aval: Any) -> Any:
+        sharding = aval.sharding.update(spec=PartitionSpec(names, *aval.sharding.spec))
+        return aval.update(shape=(size, *aval.shape), sharding=sharding)
+
+    of_batch = jax.vmap(transposed, in_axes=(*dims[:count], *[0] * len(like)))
+    params = {"transposed": of_batch, "count": count, "like": tuple(map(mapped, like))}
+    return linear_p.bind(*args[:count], *tangents, **params), [0] * len(like)
+
+
+def _transpose_of_linear(dys: Any, *args: Any, transposed: Callable, count: int, **_: Any) -> Any:
     zeros = [None] * len(args)
-    return zeros if type(dy) is ad.Zero else [*zeros[:count], *transposed(*args[:count], dy)]
+    if all(type(dy) is ad.Zero for dy in dys):
+        return zeros
+    return [*zeros[:count], *transposed(*args[:count], *map(ad.instantiate_zeros, dys))]
 
 
 linear_p.def_impl(_forward)
 linear_p.def_abstract_eval(lambda *_, like, **__: like)
-mlir.register_lowering(linear_p, mlir.lower_fun(_forward, multiple_results=False))
+mlir.register_lowering(linear_p, mlir.lower_fun(_forward, multiple_results=True))
 batching.primitive_batchers[linear_p] = _batch_of_linear
 ad.primitive_jvps[linear_p] = _jvp_of_linear
 ad.primitive_transposes[linear_p] = _transpose_of_linear
+
+
+# ---- arrays that have the derivative of a function ---
+derived_p = Primitive("mx_derived")  # the identity of the first operands
+derived_p.multiple_results = True
+
+
+def derived(values: Sequence[jax.Array], args: Sequence[jax.Array], rule: Callable) -> list:
+    """The values, which are a function of `args`, with its derivatives of any order and mode.
+
+    It is what a `jax.custom_jvp` is. JAX's scan forgets a rule of that when it looks for what all
+    steps share, and second derivatives then lack a part, in silence. A primitive's rule stays.
+
+    Args:
+      values: made of `args` under `jax.lax.stop_gradient`, or by a kernel.
+      args: arrays.
+      rule: gives the results' tangents, from results, `args` and their tangents; None is zero.
+    """
+    return derived_p.bind(*values, *args, count=len(values), rule=rule)
+
+
+def _jvp_of_derived(primals: Any, tangents: Any, *, count: int, rule: Callable) -> tuple:
+    outs = derived_p.bind(*primals, count=count, rule=rule)  # what is kept has derivatives
+    tangents = [None if type(t) is ad.Zero else t for t in tangents[count:]]
+    if all(t is None for t in tangents):
+        return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+    return outs, [*rule(outs, [*primals[count:]], tangents)]
+
+
+def _batch_of_derived(args: Any, dims: Any, *, count: int, rule: Callable) -> tuple[list, list]:
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    values = _mapped(args[:count], dims[:count], size, split_of_mapped(args, dims))
+    of_batch = jax.vmap(rule, in_axes=(0, *[[*dims[count:]]] * 2))
+    outs = derived_p.bind(*values, *args[count:], count=count, rule=of_batch)
+    return outs, [0] * count
+
+
+derived_p.def_impl(lambda *args, count, rule: args[:count])
+derived_p.def_abstract_eval(lambda *args, count, rule: args[:count])
+mlir.register_lowering(derived_p, lambda _, *args, count, rule: args[:count])
+batching.primitive_batchers[derived_p] = _batch_of_derived
+ad.primitive_jvps[derived_p] = _jvp_of_derived
 
 
 def bilinear(primitive: Primitive, plain: Callable[..., Callable | None], refuse: Callable) -> None:
@@ -563,9 +624,10 @@ def bilinear(primitive: Primitive, plain: Callable[..., Callable | None], refuse
         if f is None:
             return refuse(**params)
         (a, b, *_), (da, db, *_) = primals, tangents
-        parts = [] if type(da) is ad.Zero else [f(da, b)]
-        parts += [] if type(db) is ad.Zero else [f(a, db)]
-        return primitive.bind(*primals, **params), [functools.reduce(jnp.add, parts)]
+        parts = [] if type(da) is ad.Zero else [(da, b)]
+        parts += [] if type(db) is ad.Zero else [(a, db)]
+        y, *parts = (primitive.bind(*pair, *primals[2:], **params)[0] for pair in [(a, b), *parts])
+        return [y], [functools.reduce(jnp.add, parts)]
 
     def transpose(cotangents: Any, a: Any, b: Any, *rest: Any, **params: Any) -> list:
         avals = [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in (a, b, *rest)]
@@ -645,6 +707,17 @@ def _without_unread(unread: Callable, used: Sequence[bool], eqn: Any) -> tuple[l
     return [True] * len(eqn.invars), eqn.replace(outvars=outvars, params=unread(used, eqn.params))
 
 
+def drops_unread(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Lets a rule say what is left of an equation some of whose results nobody reads.
+
+    Args:
+      primitive: whose equations they are.
+      rule: takes for each result whether it is read, and the equation; returns for each operand
+        whether it still is, and the equation that is left, or None.
+    """
+    partial_eval.dce_rules[primitive] = rule
+
+
 def looked_into(primitive: Primitive, jaxpr: str) -> None:
     """Lets jax.checkpoint's policies look into a primitive, as into a jitted function.
 
@@ -658,7 +731,18 @@ def looked_into(primitive: Primitive, jaxpr: str) -> None:
     def rule(saveable, unknown, instantiated, eqn):
         body = {"call_jaxpr": eqn.params[jaxpr]}
         own = eqn.replace(primitive=call, params=body)
-        return rules[call](saveable, unknown, instantiated, own)
+        parts = rules[call](saveable, unknown, instantiated, own)
+        _, _, unknown_out, instantiated_out, kept = parts
+        is_whole = all(any(var is operand for operand in eqn.invars) for var in kept)
+        if any(unknown_out) or not all(instantiated_out) or not is_whole:
+            return parts
+        # Nothing in it is kept: both passes have all of it, and it stays one equation.
+        lacking = [
+            var
+            for var, is_there in zip(eqn.invars, instantiated, strict=True)
+            if isinstance(var, core.Var) and not is_there
+        ]
+        return eqn, eqn, unknown_out, instantiated_out, lacking
 
     rules[primitive] = rule
 

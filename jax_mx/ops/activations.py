@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax_mx.facts.activations import ACTIVATIONS, Activation
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.product_kernels import ACTIVE_SOURCES
 from jax_mx.facts.sources import Source
+from jax_mx.lowering.primitive import derived
 from jax_mx.lowering.products import made_with_amaxes
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.sources.gated import GatedSource
@@ -250,15 +252,17 @@ def _gradient(
     return reference.gated_gradient(each, weights, dy, name)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _gated(y: Any, each: tuple[jax.Array, ...], weights: Any, name: str) -> jax.Array:
     """y where it is given, else what it is; nothing is differentiated through y."""
-    return reference.gated(each, weights, name) if y is None else y
+    leaves, tree = jax.tree.flatten((each, weights))
+    if y is None:
+        fixed: Any = tree.unflatten(map(jax.lax.stop_gradient, leaves))
+        y = reference.gated(fixed[0], fixed[1], name)
 
+    def rule(outs: list, args: list, tangents: list) -> list[jax.Array]:
+        return [_changed(outs[0], tree.unflatten(args), tree.unflatten(tangents), name)]
 
-@partial(_gated.defjvp, symbolic_zeros=True)
-def _gated_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    return _changed(_gated(*primals, name), primals[1:], tangents[1:], name)
+    return derived([y], leaves, rule)[0]
 
 
 @jax.jit
@@ -267,31 +271,34 @@ def known(y: jax.Array, x: jax.Array, own: Gated) -> jax.Array:
     return _gated(y, tuple(own.parts_of(x)), own.weights, own.name)
 
 
-def _changed(
-    y: jax.Array, primals: tuple, tangents: tuple, name: str
-) -> tuple[jax.Array, jax.Array]:
-    """y and its tangent; transposed, that is `reference.gated_gradient`, but for subnormals."""
+def _changed(y: jax.Array, primals: tuple, tangents: tuple, name: str) -> jax.Array:
+    """The tangent of y; transposed, that is `reference.gated_gradient`, but for subnormals."""
     (each, weights), (d_each, d_weights) = primals, tangents
-    zero = jax.custom_derivatives.SymbolicZero
     change: Any = jnp.zeros(y.shape, jnp.float32)
-    if not all(isinstance(d, zero) for d in d_each):
-        pairs = zip(d_each, _slopes(each, name), strict=True)
-        change = sum(d.astype(jnp.float32) * c for d, c in pairs if not isinstance(d, zero))
+    if any(d is not None for d in d_each):
+        change = _along_slopes(each, d_each, name)
     if weights is not None:
         change = change * weights[..., None]
-        if not isinstance(d_weights, zero):
-            change = change + reference.gated_exactly(each, None, name) * d_weights[..., None]
-    return y, change.astype(y.dtype)
+        if d_weights is not None:
+            change = change + _exactly(each, name) * d_weights[..., None]
+    return change.astype(y.dtype)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _slopes(each: tuple[jax.Array, ...], name: str) -> list[jax.Array]:
-    """The derivative by gates and ups, without weights."""
-    return reference.derivative(each, name)
+def _along_slopes(each: Sequence[jax.Array], tangents: Sequence[Any], name: str) -> Any:
+    """The tangent of gates times ups, in float32."""
+    stopped = [*map(jax.lax.stop_gradient, each)]
+    slopes = derived(reference.derivative(stopped, name), each, partial(_no_second, name))
+    pairs = zip(tangents, slopes, strict=True)
+    return sum(d.astype(jnp.float32) * c for d, c in pairs if d is not None)
 
 
-@_slopes.defjvp
-def _no_second(name: str, *_: Any) -> tuple:
+def _exactly(each: Sequence[jax.Array], name: str) -> jax.Array:
+    """`gated` in float32, without rounding to few bits."""
+    value = reference.gated_exactly([*map(jax.lax.stop_gradient, each)], name)
+    return derived([value], each, lambda _, each, d: [_along_slopes(each, d, name)])[0]
+
+
+def _no_second(name: str, *_: Any) -> Any:
     raise NotImplementedError(
         f"gated: {name} has first derivatives, no second ones, as slopes are made of bits; for "
         "these take jax.nn's activation of gates, times ups"

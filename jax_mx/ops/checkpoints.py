@@ -249,8 +249,9 @@ def _held(op: str, name: str, array: Any) -> np.ndarray | jax.Array:
         if not (array.is_fully_addressable or array.is_fully_replicated):
             raise ValueError(
                 f"{op}: {name!r} lies on devices of several processes, and one process writes one "
-                "file; give all of it to each before, jax_mx.reshard(q, "
-                "jax.sharding.PartitionSpec()) or jax.device_put say, or save shards with Orbax"
+                "file; call jax.device_put(tensors, jax.sharding.NamedSharding(mesh, "
+                "jax.sharding.PartitionSpec())) in all of them, which gives each the whole arrays, "
+                "and save in one; where they are too large, save shards with Orbax"
             )
         held: np.ndarray | jax.Array = array
     else:

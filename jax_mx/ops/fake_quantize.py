@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.facts.windows import Window
 from jax_mx.lowering.plan import Plan
+from jax_mx.lowering.primitive import derived
 from jax_mx.ops.mxarray import dequantized
 from jax_mx.ops.placing import require_kernel
 from jax_mx.ops.planning import Options, planned
@@ -126,15 +128,10 @@ def _fake_quantize(x: jax.Array, data: Data, *, plan: Plan, clip: bool) -> jax.A
     return back(_straight_through(turned.astype(jnp.float32), y, saturated))
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _nans_alike(y: jax.Array, dtype: np.dtype) -> jax.Array:
     """y in a dtype, each NaN with the bits that `dequantize` gives it."""
-    return reference.one_nan(y.astype(dtype))
-
-
-@_nans_alike.defjvp
-def _nans_alike_jvp(dtype: np.dtype, primals: tuple, tangents: tuple) -> tuple:
-    return _nans_alike(primals[0], dtype), tangents[0].astype(dtype)
+    value = reference.one_nan(jax.lax.stop_gradient(y).astype(dtype))
+    return derived([value], [y], lambda _, __, tangents: [tangents[0].astype(dtype)])[0]
 
 
 def _saturated(x: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
@@ -146,18 +143,14 @@ def _saturated(x: jax.Array, scales: jax.Array, plan: Plan) -> jax.Array:
     return viewed.from_floats(reference.saturates(viewed.to_floats(x), of_blocks, plan.format))
 
 
-@jax.custom_jvp
 def _straight_through(x: jax.Array, y: jax.Array, saturated: jax.Array | None) -> jax.Array:
     """y, with the derivative of x; with none where it saturates."""
-    return y
 
+    def rule(_: Any, args: list, tangents: list) -> list[jax.Array]:
+        (_, *saturated), (tangent, *_) = args, tangents
+        return [jnp.where(at, jnp.zeros_like(tangent), tangent) for at in saturated] or [tangent]
 
-@_straight_through.defjvp
-def _straight_through_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    (_, _, saturated), (tangent, *_) = primals, tangents
-    if saturated is not None:
-        tangent = jnp.where(saturated, jnp.zeros_like(tangent), tangent)
-    return _straight_through(*primals), tangent
+    return derived([y], [x] if saturated is None else [x, saturated], rule)[0]
 
 
 def _inverse(plan: Plan) -> Plan:

@@ -15,8 +15,8 @@ def partition(tree: Any) -> tuple[Any, Any]:
         gradients = jax.grad(lambda trained: loss(jax_mx.combine(trained, frozen)))(trained)
 
     An `MXArray` has no gradient. Optimizers that meet one among parameters would add NaN to its
-    scales, so products refuse to be differentiated by it. Trees without them go through optax,
-    jax.grad and equinox as usual.
+    scales, so jax.grad of a tree with one raises. Trees without them go through optax, jax.grad and
+    equinox as usual.
 
     Args:
       tree: any pytree.

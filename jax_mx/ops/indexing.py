@@ -269,7 +269,14 @@ def _places_after(ndim: int, entries: list, places: list[int]) -> list[int]:
 def reshaped(op: str, q: MXArray, shape: Any) -> MXArray:
     """`q.reshape(shape)`; see `MXArray.reshape`."""
     old = q.shape
-    new = jax.eval_shape(lambda a: a.reshape(shape), jax.ShapeDtypeStruct(old, jnp.uint8)).shape
+    like = jax.ShapeDtypeStruct(old, jnp.uint8)
+    try:
+        new = jax.eval_shape(lambda a: a.reshape(shape), like).shape
+    except (TypeError, ValueError, AssertionError) as error:  # an assertion: of keys
+        raise TypeError(
+            f"{op}: {old} has no shape {shown(shape)}; give ints, or a tuple of them, for as many "
+            "elements"
+        ) from error
     kept = max(-q.axis, 2 if _is_tiled(q) or len(q.block) == 2 else 1)
     tiles_stay = q.axis == -1 and len(q.block) == 1 and len(new) >= 2 and new[-1] == old[-1]
     for layout in (q.scale_layout, q.value_layout):

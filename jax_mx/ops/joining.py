@@ -76,7 +76,7 @@ def _alike(op: str, arrays: Sequence[MXArray]) -> list[MXArray]:
     """The arrays, which agree in all static fields and in rank."""
     if isinstance(arrays, MXArray):
         raise TypeError(f"{op}: it takes a list of MXArrays, got one MXArray")
-    if not isinstance(arrays, Iterable):
+    if not isinstance(arrays, Iterable) or getattr(arrays, "ndim", 1) == 0:
         raise TypeError(f"{op}: it takes a list of MXArrays, got {shown(arrays)}")
     each = [checked(op, f"array {i}", q) for i, q in enumerate(arrays)]
     if not each:

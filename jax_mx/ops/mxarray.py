@@ -40,7 +40,7 @@ from jax_mx.facts.layouts import (
     ValueLayout,
 )
 from jax_mx.facts.windows import ROW, TILE, Window, lengths_of, of_kernels
-from jax_mx.lowering import quantizers
+from jax_mx.lowering import primitive, quantizers
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.primitive import ShardingTypeError
 from jax_mx.ops import indexing, metadata, qarrays
@@ -205,8 +205,8 @@ class MXArray:
           ValueError: it would cut blocks or tiles.
         """
         op = "MXArray.reshape"
-        new = shape[0] if len(shape) == 1 else shape
-        if getattr(new, "ndim", 0) == 1:
+        new: Any = shape[0] if len(shape) == 1 else shape
+        if getattr(new, "ndim", 0) == 1 and jnp.issubdtype(new.dtype, jnp.integer):
             new = tuple(map(int, new))  # an array's numbers
         try:
             return indexing.reshaped(op, checked(op, "the array", self), new)
@@ -708,23 +708,40 @@ def _window_here(q: MXArray) -> Window:
 
 
 # ---- as a pytree ---
+FROZEN = (
+    "an MXArray is among what is differentiated, and codes have no derivative; differentiate by "
+    "the other leaves: trained, frozen = jax_mx.partition(params), and jax_mx.combine(trained, "
+    "frozen) in the loss"
+)
 Aux = tuple  # the static fields in the order of metadata.FIELDS, then what is known of the shape
 _STATIC = (*metadata.FIELDS, "padding", "spans")
 
 
-def _flatten(q: MXArray) -> tuple[tuple[Any, Any], Aux]:
+def flattened(q: MXArray) -> tuple[tuple[Any, Any], Aux]:
+    """Its leaves, and what is static."""
     return (q.values, q.scales), tuple(map(vars(q).__getitem__, _STATIC))
 
 
 def _flatten_with_keys(q: MXArray) -> tuple[Any, Aux]:
-    children, aux = _flatten(q)
+    children, aux = flattened(q)
     fields = aux[: len(metadata.FIELDS)]
     keys = map(jax.tree_util.GetAttrKey, ("values", metadata.scales_name(tuple(fields))))
     return tuple(zip(keys, children, strict=True)), aux
 
 
 def _unflatten(aux: Aux, children: Any) -> MXArray:
-    """Makes the array of any children: JAX puts tracers, specs and mere objects there."""
+    """Makes the array of any children but those that a derivative is taken by.
+
+    JAX would give such a one zeros where nothing reads it, and E8M0's zero is NaN: an optimizer
+    would make NaN of scales. So the error comes here, before any function of the array runs.
+    """
+    if any(map(primitive.is_differentiated, children)):
+        raise TypeError(FROZEN)
+    return unflattened(aux, children)
+
+
+def unflattened(aux: Aux, children: Any) -> MXArray:
+    """The array of any children: JAX puts tracers, specs and mere objects there."""
     q = object.__new__(MXArray)
     values, scales = children
     vars(q).update(zip(_STATIC, aux, strict=True), values=values, scales=scales)
@@ -739,17 +756,19 @@ def _unflatten(aux: Aux, children: Any) -> MXArray:
     return q
 
 
-jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten, flattened)
 
 
 # So that exported programs may take and return MXArrays. Formats and layouts go by name.
-def _serialize(aux: Aux) -> bytes:
+def serialized(aux: Aux) -> bytes:
+    """The static part as text."""
     *fields, padding, spans = aux
     known = {"padding": padding.numbers, "spans": spans.numbers}
     return json.dumps(metadata.described(tuple(fields)) | known).encode()
 
 
-def _deserialize(text: bytes) -> Aux:
+def deserialized(text: bytes) -> Aux:
+    """The inverse of `serialized`."""
     found = json.loads(text)
     known = {name: found.pop(name, None) for name in ("padding", "spans")}
     fields = metadata.read("jax.export.deserialize", found)
@@ -759,6 +778,6 @@ def _deserialize(text: bytes) -> Aux:
 jax.export.register_pytree_node_serialization(
     MXArray,
     serialized_name="jax_mx.MXArray",
-    serialize_auxdata=_serialize,
-    deserialize_auxdata=_deserialize,
+    serialize_auxdata=serialized,
+    deserialize_auxdata=deserialized,
 )

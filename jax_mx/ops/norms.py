@@ -1,5 +1,6 @@
 """`rms_norm`: root mean square norms, as floats with a derivative and quantized."""
 
+import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ def rms_norm(
     and y is rounded to x's dtype, and that is quantized. A NaN in x makes its row NaN; of a row
     with an infinity, or squares beyond float32, elements are 0, and NaN where x is infinite.
 
-    Where floats are given, differentiable in reverse mode, any number of times, to x, residual and
+    Where floats are given, differentiable in any mode, any number of times, to x, residual and
     weight, for floats, sum and factors; in float32, from sum and factors, which is all that is
     kept. Codes have no derivative.
 
@@ -189,35 +190,33 @@ def _weights(weight: Any, length: int) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def _normed(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    return _normed_vjp(eps, given, *_reverse_only((x, residual, weight)))
+def _normed(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) -> list[jax.Array]:
+    """[y, the sum with the residual, the factors of rows], where a kernel has not given them."""
+    leaves, tree = jax.tree.flatten((x, residual, weight))
+    is_sum = residual is not None
+    if given is None:
+        x, residual, weight = tree.unflatten(map(jax.lax.stop_gradient, leaves))
+        total = x if residual is None else reference.added(x, residual)
+        y, factor = reference.rms_norm(total, weight, eps)
+        given = y, total, factor[..., 0]
+
+    def tangents_of(outs: list, args: list, tangents: list) -> list[jax.Array]:
+        asked = [t is not None for t in tangents]
+
+        def transposed(kept: tuple, *cotangents: jax.Array) -> list[jax.Array]:
+            dx, dweight = _gradients(kept, cotangents)
+            of_all = jax.tree.leaves((dx, dx if is_sum else None, dweight))
+            return [*itertools.compress(of_all, asked)]
+
+        kept = (*outs[1:], tree.unflatten(args)[-1])
+        return primitive.linear(transposed, kept, [t for t in tangents if t is not None], outs)
+
+    return primitive.derived(given, leaves, tangents_of)
 
 
-_reverse_only = partial(
-    jax.tree.map,
-    primitive.reverse_only("rms_norm", ", and second ones of it: jax.jacrev of jax.grad"),
-)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _normed_vjp(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    """(y, the sum with the residual, the factors of rows), where a kernel has not given them."""
-    if given is not None:
-        return given
-    total = x if residual is None else reference.added(x, residual)
-    y, factor = reference.rms_norm(total, weight, eps)
-    return y, total, factor[..., 0]
-
-
-def _normed_fwd(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) -> tuple:
-    # Second derivatives reach what is kept.
-    out: Any = _normed_vjp(eps, given, *_reverse_only((x, residual, weight)))
-    return out, (*out[1:], weight, None if residual is None else ())
-
-
-def _normed_bwd(eps: float, kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple:
-    del eps
-    total, factor, weight, added = kept
+def _gradients(kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The gradients of x, which a residual has too, and of the weight."""
+    total, factor, weight = kept
     dy, dtotal, dfactor = (a.astype(jnp.float32) for a in cotangents)
     factor = factor[..., None]
     normal = total.astype(jnp.float32) * factor
@@ -227,11 +226,6 @@ def _normed_bwd(eps: float, kept: tuple[Any, ...], cotangents: tuple[Any, ...]) 
     along = (dnormal * normal).mean(-1, keepdims=True)
     along = along + dfactor[..., None] * factor / total.shape[-1]
     dx = (dtotal + (dnormal - normal * along) * factor).astype(total.dtype)
-    dweight = None
-    if weight is not None:
-        rows = range(dy.ndim - 1)
-        dweight = (dy * normal).sum(rows).astype(weight.dtype)
-    return None, dx, None if added is None else dx, dweight
-
-
-_normed_vjp.defvjp(_normed_fwd, _normed_bwd)
+    if weight is None:
+        return dx, None
+    return dx, (dy * normal).sum(range(dy.ndim - 1)).astype(weight.dtype)

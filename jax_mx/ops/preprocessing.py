@@ -20,6 +20,7 @@ from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, PRESCALES, SIZES, Preprocessing
 from jax_mx.facts.windows import Window
 from jax_mx.lowering.plan import Plan
+from jax_mx.lowering.primitive import derived
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.placing import require_whole_groups
 
@@ -275,23 +276,19 @@ def flips_of(own: Preprocessing, signs: jax.Array | None) -> Any:
     return np.array([(even | odd << BLOCK) >> i & 1 == 1 for i in range(own.hadamard)])
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _transform(x: jax.Array, size: int) -> jax.Array:  # (..., size)
-    return _transform_at_once(x, size)
+    def rule(_: Any, __: Any, tangents: list) -> list[jax.Array]:
+        matrix = np.ones((1, 1), np.float32)
+        while len(matrix) < size:
+            matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+        matrix *= np.float32(size**-0.5)
+        return [jnp.matmul(tangents[0], matrix, precision=jax.lax.Precision.HIGHEST)]
+
+    return derived([_transform_at_once(jax.lax.stop_gradient(x), size)], [x], rule)[0]
 
 
 # One program where a call is eager, not one for each operation: 7 seconds the first time.
 _transform_at_once = jax.jit(reference.hadamard, static_argnums=1)
-
-
-@_transform.defjvp
-def _transform_jvp(size: int, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    matrix *= np.float32(size**-0.5)
-    tangent = jnp.matmul(tangents[0], matrix, precision=jax.lax.Precision.HIGHEST)
-    return _transform(*primals, size), tangent
 
 
 def _flips(signs: Any) -> Any:

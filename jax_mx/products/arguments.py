@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mx.arrays.checks import array_of, has_elements, held, name_among, padded, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
@@ -48,7 +49,7 @@ def operand_of(op: str, name: str, x: Any) -> Any:
             raise TypeError(f"{op}: lhs and rhs are weights; one must be the activations")
         return x
     has_elements(op, name, x)
-    if not hasattr(x, "dtype"):
+    if not hasattr(x, "dtype") or isinstance(x, type):  # jnp.float32
         try:
             return jnp.asarray(x)
         except (TypeError, ValueError) as error:
@@ -56,6 +57,19 @@ def operand_of(op: str, name: str, x: Any) -> Any:
     if isinstance(x, np.ndarray):  # of NumPy's float64, as jnp: float32, unless JAX has 64 bits
         return x.astype(jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")), copy=False)
     return x
+
+
+def check_out_sharding(op: str, out_sharding: Any) -> None:
+    """Refuses what says of no result how it is split.
+
+    Raises:
+      TypeError: so it is.
+    """
+    if not isinstance(out_sharding, NamedSharding | PartitionSpec | None):
+        raise TypeError(
+            f"{op}: out_sharding must be a NamedSharding, a PartitionSpec or None, "
+            f"got {shown(out_sharding)}"
+        )
 
 
 def warn_of_fixed_keys(op: str, recipe: Recipe) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import whole
+from jax_mx.arrays.checks import shown, whole
 from jax_mx.arrays.sharding import Spec, is_explicit, resharded, spec_of
 from jax_mx.arrays.views import reshape
 from jax_mx.facts.formats import BLOCK
@@ -293,7 +293,7 @@ def dimensions_of(op: str, lhs: Dims, rhs: Dims, numbers: Any) -> tuple[tuple[Di
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{op}: dimension_numbers must be ((lhs contracting, rhs contracting), (lhs batch, rhs "
-            f"batch)), four sequences of ints, got {numbers!r}"
+            f"batch)), four sequences of ints, got {shown(numbers)}"
         ) from error
     for name, shape, dims in zip(("lhs", "rhs"), (lhs, rhs), sides, strict=True):
         flat = [*dims[0], *dims[1]]

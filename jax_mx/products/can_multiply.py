@@ -39,11 +39,12 @@ def can_multiply(
         ragged_dot.planned("ragged_dot", lhs, rhs, sizes, None, recipe, None)
 
     def dense(lhs: Any, rhs: Any) -> None:
-        numbers = how
+        op, numbers = "dot_general", how
         if isinstance(how, str):
-            (lhs, rhs), letters = einsum.two("einsum", how, (lhs, rhs))
+            op = "einsum"
+            (lhs, rhs), letters = einsum.two(op, how, (lhs, rhs))
             numbers = einsum.numbers_of(*letters)
-        dot_general.planned("dot_general", lhs, rhs, numbers, None, None, recipe, None)
+        dot_general.planned(op, lhs, rhs, numbers, None, None, recipe, None)
 
     try:
         if hasattr(how, "dtype"):

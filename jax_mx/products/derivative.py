@@ -16,13 +16,15 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import lengths_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.groups import Groups
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.ops.mxarray import FROZEN, MXArray
 from jax_mx.products.arrangements import Arrangement, Arrangements
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.multiply import Multiplication, Step
@@ -34,24 +36,28 @@ Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized alr
 
 
 # ---- derivatives of derivatives ---
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def once_derived(op: str, *args: Any) -> tuple[Any, ...]:
-    """The function returns its arguments, and raises in any second derivative.
+once_derived_p = Primitive("mx_once_derived")  # the identity of the first operand
+once_derived_p.def_abstract_eval(lambda x, *_, op: x)
+once_derived_p.def_impl(lambda x, *_, op: x)
+mlir.register_lowering(once_derived_p, lambda _, x, *__, op: [x])
+batching.primitive_batchers[once_derived_p] = lambda args, dims, *, op: (
+    once_derived_p.bind(*args, op=op),
+    dims[0],
+)
+ad.primitive_jvps[once_derived_p] = lambda *_, op: primitive.no_second(op)
+
+
+def once_derived(op: str, x: Any, *others: Any) -> jax.Array:
+    """The function returns x, and raises in any second derivative, by `others` too.
 
     Codes carry no derivative, so a second derivative would silently lack a part. The forward pass
-    guards inputs and `MARK` together, and keeps the guarded `MARK`. The backward pass guards its
-    gradient beside the kept `MARK`. JAX deletes a guard without a reader; the kept `MARK` is one.
+    keeps a `MARK` that its inputs guard. The backward pass guards its gradient by that `MARK`. JAX
+    deletes a guard without a reader; the kept `MARK` is one.
     """
-    del op
-    return args
+    return once_derived_p.bind(x, *jax.tree.leaves(others), op=op)
 
 
 MARK = np.zeros((), bool)
-
-
-@once_derived.defjvp
-def _derived_again(op: str, *_: Any) -> Any:
-    return primitive.no_second(op)
 
 
 def values_of(op: str, args: Any, quantized: Any) -> Any:
@@ -61,8 +67,8 @@ def values_of(op: str, args: Any, quantized: Any) -> Any:
       op: for messages.
       args: a pytree of `jax.custom_derivatives.CustomVJPPrimal`.
       quantized: the operands' quantized parts among them. By an `MXArray` nothing is
-        differentiated: its cotangent would be zeros, and E8M0 has no zero, so that an optimizer
-        would make NaN of scales. Forms of a `QuantizedWeight` stand beside floats, and may be.
+        differentiated, also not where it was made of leaves that are. Forms of a `QuantizedWeight`
+        stand beside floats, and may be.
 
     Raises:
       TypeError: an `MXArray` is differentiated by.
@@ -70,11 +76,7 @@ def values_of(op: str, args: Any, quantized: Any) -> Any:
     for part in quantized:
         is_asked = any(leaf.perturbed for leaf in jax.tree.leaves(part))
         if isinstance(part, MXArray) and is_asked:
-            raise TypeError(
-                f"{op}: an MXArray is among what is differentiated, and codes have no derivative; "
-                "differentiate by the other leaves: trained, frozen = jax_mx.partition(params), "
-                "and jax_mx.combine(trained, frozen) in the loss"
-            )
+            raise TypeError(f"{op}: {FROZEN}")
     return jax.tree.map(lambda primal: primal.value, args)
 
 
@@ -349,7 +351,7 @@ def _of_floats_jvp(static: Static, primals: tuple, tangents: tuple) -> tuple[jax
 
     kept = a if wgrad else None, b if dgrad else None
     moved = [t for t, is_asked in zip(tangents, asked, strict=False) if is_asked]
-    return y, primitive.linear(transposed, kept, moved, y)
+    return y, primitive.linear(transposed, kept, moved, [y])[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -393,7 +395,7 @@ def _forward(
 def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
     perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args]
     lhs, lhs_q, rhs, rhs_q, sizes, recipe = values_of(static.op, args, (args[1], args[3]))
-    lhs, rhs, mark = once_derived(static.op, lhs, rhs, MARK)
+    mark = once_derived(static.op, MARK, lhs, rhs)
     # A frozen operand gets no gradient, whoever asks for what.
     dgrad, wgrad = perturbed[0], perturbed[2]
     y, (a, b) = _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, (wgrad, dgrad))
@@ -447,7 +449,7 @@ def _bwd(static: Static, residual: tuple, dy: Any) -> tuple[Any, ...]:
     a, b = _wanted(a), _wanted(b)
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 6
-    dy, _ = once_derived(static.op, dy, mark)
+    dy = once_derived(static.op, dy, mark)
     gradients = _gradients if static.layout is not None else _gradients_of_groups
     dlhs, drhs = gradients(static, dy, a, b, (sizes, groups), recipe, lhs, rhs)
     return dlhs, None, drhs, None, None, None

@@ -15,6 +15,7 @@ from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
+    check_out_sharding,
     check_quantized,
     is_exact,
     operand_of,
@@ -102,12 +103,41 @@ def dot_general(
         recipe whose forward has a Hadamard transform.
       NotImplementedError: the named implementation does not serve the call.
     """
-    op = "dot_general"
+    return multiplied(
+        "dot_general",
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision,
+        preferred_element_type,
+        recipe=recipe,
+        out_sharding=out_sharding,
+        implementation=implementation,
+        fallback=fallback,
+    )
+
+
+def multiplied(
+    op: str,
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: DimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    recipe: Any = AUTO,
+    out_sharding: Any = None,
+    implementation: str | None = None,
+    fallback: Fallback = None,
+) -> jax.Array:
+    """`dot_general`, by the name of the function that a caller wrote."""
+    check_out_sharding(op, out_sharding)
     if is_floats(recipe):
         floats = as_floats(lhs, rhs)
         return _by_jax(floats, dimension_numbers, precision, preferred_element_type, out_sharding)
     if is_left(lhs, rhs, recipe):
         return with_weight_first(
+            op,
             lhs,
             rhs,
             dimension_numbers,
@@ -166,7 +196,13 @@ def is_left(lhs: Any, rhs: Any, recipe: Any) -> bool:
 
 
 def with_weight_first(
-    w: Any, x: Any, numbers: DimensionNumbers, *args: Any, out_sharding: Any = None, **kwargs: Any
+    op: str,
+    w: Any,
+    x: Any,
+    numbers: DimensionNumbers,
+    *args: Any,
+    out_sharding: Any = None,
+    **kwargs: Any,
 ) -> jax.Array:
     """`dot_general` of a weight and of activations: the recipe's rhs and lhs."""
     swapped = swapped_numbers(numbers)
@@ -176,7 +212,7 @@ def with_weight_first(
     order = (*order, *range(batch, split))
     if out_sharding is not None:
         kwargs["out_sharding"] = _reordered(out_sharding, order)
-    y = dot_general(x, w, swapped, *args, **kwargs)
+    y = multiplied(op, x, w, swapped, *args, **kwargs)
     return placed(y.transpose(order), out_sharding)
 
 

@@ -12,7 +12,7 @@ from jax_mx.arrays.checks import array_of, shown
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import operand_of
 from jax_mx.products.derivative import placed
-from jax_mx.products.dot_general import dot_general
+from jax_mx.products.dot_general import multiplied
 from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import AUTO, Recipe, is_floats
@@ -67,12 +67,12 @@ def matmul(
         a, b = _broadcast(op, a, shape), _broadcast(op, b, shape)
         left, right = lead + "MK", lead + "KN"
     out = lead + "M" * (a.ndim > 1) + "N" * (b.ndim > 1)
-    return einsum(
+    return _einsum(
+        op,
         f"{left},{right}->{out}",
-        a,
-        b,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
+        (a, b),
+        precision,
+        preferred_element_type,
         recipe=recipe,
         out_sharding=out_sharding,
         implementation=implementation,
@@ -128,6 +128,32 @@ def einsum(
     op = "einsum"
     if not isinstance(subscripts, str):
         raise TypeError(f"{op}: subscripts must be a string, got {shown(subscripts)}")
+    return _einsum(
+        op,
+        subscripts,
+        operands,
+        precision,
+        preferred_element_type,
+        recipe=recipe,
+        out_sharding=out_sharding,
+        implementation=implementation,
+        fallback=fallback,
+    )
+
+
+def _einsum(
+    op: str,
+    subscripts: str,
+    operands: Sequence[Any],
+    precision: Any,
+    preferred_element_type: Any,
+    *,
+    recipe: Any,
+    out_sharding: Any,
+    implementation: Any,
+    fallback: Any,
+) -> jax.Array:
+    """`einsum`, by the name of the function that a caller wrote."""
     how: Any = {"precision": precision, "out_sharding": out_sharding}
     if is_floats(recipe):
         how["preferred_element_type"] = preferred_element_type
@@ -143,7 +169,8 @@ def einsum(
     made = [*batch, *(c for c in left + right if (c in left) != (c in right))]
     order = tuple(made.index(c) for c in out)
     moved = order != tuple(range(len(order)))
-    y = dot_general(
+    y = multiplied(
+        op,
         a,
         b,
         numbers,

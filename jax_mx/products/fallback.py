@@ -58,10 +58,14 @@ def plain_operands(
     operands = [held(x) for x in operands]
     if any(isinstance(x, MXArray | QuantizedWeight) for x in operands):
         raise error
-    arrays = [jnp.asarray(x) for x in operands]
+    try:
+        arrays = [jnp.asarray(x) for x in operands]
+        dtype = jnp.result_type(*arrays)
+    except (TypeError, ValueError, AssertionError):  # keys, and what JAX has no dtype for
+        raise error from None
     if fallback == "floats" or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
         return Plain(arrays, None)
-    return Plain([x.astype(jnp.bfloat16) for x in arrays], jnp.result_type(*arrays))
+    return Plain([x.astype(jnp.bfloat16) for x in arrays], dtype)
 
 
 def as_floats(*operands: Any) -> list[jax.Array]:

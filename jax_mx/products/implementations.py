@@ -380,4 +380,5 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
 
 def named(op: str) -> Mapping[str, ProductImplementation]:
     """The implementations that callers of `op` may name."""
+    op = "dot_general" if op in ("matmul", "einsum") else op
     return {name: row for name, row in IMPLEMENTATIONS.items() if op in row.ops}

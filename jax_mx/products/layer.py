@@ -326,8 +326,7 @@ def _layer(
 def _fwd(static: Layer, *args: Any) -> tuple:
     first, second = args[1]
     given, quantized, routing, recipes = values_of(static.op, args, (*first, second))
-    *floats, mark = once_derived(static.op, *given, MARK)
-    given = Inputs(*floats)
+    mark = once_derived(static.op, MARK, given)
     y, kept = _forward(static, given, quantized, routing, recipes, keep=True)
     if not static.moves.in_rounds:
         return y, (kept, None, mark)
@@ -415,7 +414,7 @@ def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple
     kept, again, mark = residual
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 4
-    dy, _ = once_derived(static.op, dy, mark)
+    dy = once_derived(static.op, dy, mark)
     gradients = _backward(static, kept, dy)
     if again is None:
         return gradients, None, None, None

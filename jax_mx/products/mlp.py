@@ -18,6 +18,7 @@ from jax_mx.ops.activations import Gated, row_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     bias_of,
+    check_out_sharding,
     check_quantized,
     is_exact,
     operand_of,
@@ -135,6 +136,7 @@ def mlp(
     implementation = implementation_of(op, named("dot_general"), implementation)
     first = [_gathered(x, w, layout) for w, layout in zip(first, layouts, strict=True)]
     w2 = _gathered(x, w2, second)
+    check_out_sharding(op, out_sharding)
     if out_sharding is None and is_explicit(jax.typeof(x).sharding.mesh):
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])

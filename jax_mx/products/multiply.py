@@ -18,6 +18,7 @@ Neither has a derivative, but for products of floats: derivative.py and layer.py
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -88,6 +89,8 @@ def _batch(args: Any, dims: Any, *, tree: Any, numbers: Numbers) -> tuple[list, 
     if like is not None:
         tree = jax.tree.structure((*sides, None))
         return _batch(args[:-1], dims[:-1], tree=tree, numbers=numbers)
+    if all(d is None for d in dims):  # what is mapped was `like` alone
+        return product_p.bind(*args, tree=tree, numbers=numbers), [None]
     if numbers.groups:
         bind: Any = functools.partial(product_p.bind, tree=tree, numbers=numbers)
         return primitive.one_by_one(bind, args, dims)
@@ -283,8 +286,7 @@ class Step:
         # Without jit each call would be compiled anew, and kept.
         if config.jax_disable_jit or not any(map(any, self._may_be_floats(operands))):
             return self.computed(operands, sizes)
-        read = {side for one in self.multiplications for side in (one.lhs, one.rhs)} | {*self.kept}
-        read |= {one.like[:2] for one in self.multiplications if one.like is not None}
+        read = self.wanted
         operands = [
             operand
             if isinstance(operand, Unquantized)
@@ -292,7 +294,17 @@ class Step:
             for i, operand in enumerate(operands)
         ]
         leaves, tree = jax.tree.flatten((operands, sizes))
-        passed: dict[int, int] = {}  # which result is which leaf, as it is
+        params, passed, like = self.traced(leaves, tree)
+        outs = iter(step_p.bind(*leaves, **params))
+        # An array that passes stays the caller's: of a scan, a residual that is one of its
+        # constants is not kept once for each iteration, and a vmap does not copy it.
+        return like.unflatten(
+            [leaves[passed[i]] if i in passed else next(outs) for i in range(like.num_leaves)]
+        )
+
+    def traced(self, leaves: Sequence[Any], tree: Any) -> tuple[dict, dict[int, int], Any]:
+        """The parameters of `step_p`, which result is which leaf as it is, and what results are."""
+        passed: dict[int, int] = {}
         like: Any = None
 
         def of_codes(*leaves: Any) -> list[Any]:
@@ -305,12 +317,22 @@ class Step:
 
         codes = jax.make_jaxpr(of_codes)(*leaves)
         params = {"step": self, "tree": tree, "passed": tuple(passed), "codes": codes, "mapped": ()}
-        outs = iter(step_p.bind(*leaves, **params))
-        # An array that passes stays the caller's: of a scan, a residual that is one of its
-        # constants is not kept once for each iteration, and a vmap does not copy it.
-        count = len(passed) + len(codes.out_avals)
-        return like.unflatten(
-            [leaves[passed[i]] if i in passed else next(outs) for i in range(count)]
+        return params, passed, like
+
+    @property
+    def wanted(self) -> set[tuple[int, int]]:
+        """Numbers of operands and of their forms that are read or kept."""
+        wanted = {side for one in self.multiplications for side in (one.lhs, one.rhs)}
+        wanted |= {one.like[:2] for one in self.multiplications if one.like is not None}
+        return wanted | {*self.kept}
+
+    def narrowed(self, number: int, operand: Any) -> Any:
+        """An operand of which only those forms are wanted that the step wants."""
+        if not isinstance(operand, Unquantized) or operand.has_sums:
+            return operand
+        first, second = ((number, f) in self.wanted for f in (0, 1))
+        return dataclasses.replace(
+            operand, wanted=(operand.wanted[0] and first, operand.wanted[1] and second)
         )
 
     def computed(
@@ -456,3 +478,33 @@ def gives_floats(of_floats: Any, target: targets.Target) -> bool:
 _no_second_step = functools.partial(primitive.no_second, "dot_general")
 step_p = primitive.define("mx_step", _step_avals, _lower_step, _batch_step, _no_second_step)
 primitive.looked_into(step_p, "codes")
+
+
+def _without_unread(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """JAX's rule for a step some of whose forms nobody reads, as in jax.checkpoint's first pass."""
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if eqn.params["mapped"]:  # its leaves are not those that the step takes
+        return [True] * len(eqn.invars), eqn
+    step, tree, passed = (eqn.params[name] for name in ("step", "tree", "passed"))
+    avals, flags = [v.aval for v in eqn.invars], iter(used)
+    results = jax.eval_shape(lambda *leaves: step.computed(*tree.unflatten(leaves)), *avals)
+    count = len(jax.tree.leaves(results))
+    is_used = [i not in passed and next(flags) for i in range(count)]
+    products, kept = jax.tree.unflatten(jax.tree.structure(results), is_used)
+    read = [any(jax.tree.leaves(form)) for form in kept]
+    if all(read):
+        return [True] * len(eqn.invars), eqn
+    step = dataclasses.replace(step, kept=tuple(itertools.compress(step.kept, read)))
+    operands, sizes = tree.unflatten(avals)
+    operands = [step.narrowed(i, operand) for i, operand in enumerate(operands)]
+    params, passed, _ = step.traced(*jax.tree.flatten((operands, sizes)))
+    stays = [True] * len(jax.tree.leaves(products)) + [
+        is_read for form, is_read in zip(kept, read, strict=True) for _ in jax.tree.leaves(form)
+    ]
+    own = [i for i in range(count) if i not in eqn.params["passed"]]
+    outvars = [v for i, v in zip(own, eqn.outvars, strict=True) if stays[i]]
+    return [True] * len(eqn.invars), eqn.replace(outvars=outvars, params=params)
+
+
+primitive.drops_unread(step_p, _without_unread)

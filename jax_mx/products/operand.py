@@ -23,8 +23,8 @@ from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout
 from jax_mx.facts.windows import SHARD, Window, lengths_of, share_a_read
 from jax_mx.lowering import primitive
+from jax_mx.ops import mxarray
 from jax_mx.ops.activations import made
-from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.planning import Options
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessing_of
@@ -62,10 +62,13 @@ class BlockRule(NamedTuple):
     square: bool = False
 
 
-@jax.tree_util.register_dataclass
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProductOperand:
-    """An operand of one product: a form.
+    """An operand of one product: a form. Its leaves are those of the array, which it rebuilds.
+
+    JAX takes derivatives by the whole of a `QuantizedWeight`, whose forms get zeros that nobody
+    reads; an `MXArray` that is a pytree node refuses that.
 
     Attributes:
       array: an `MXArray` or floats, arranged (arrangements.py).
@@ -74,8 +77,22 @@ class ProductOperand:
     """
 
     array: MXArray | jax.Array
-    axis: int = dataclasses.field(default=-1, metadata={"static": True})
-    gathered: bool = dataclasses.field(default=False, metadata={"static": True})
+    axis: int = -1
+    gathered: bool = False
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
+        """The array's leaves; and what is static, of the array too."""
+        leaves, of_array = self.array, None
+        if isinstance(self.array, MXArray):
+            leaves, of_array = mxarray.flattened(self.array)
+        return ((jax.tree_util.GetAttrKey("array"), leaves),), (self.axis, self.gathered, of_array)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple, children: Any) -> ProductOperand:
+        """The inverse."""
+        (leaves,), (axis, gathered, of_array) = children, aux
+        array = leaves if of_array is None else mxarray.unflattened(of_array, leaves)
+        return cls(array, axis, gathered)
 
 
 @jax.tree_util.register_dataclass
@@ -126,7 +143,23 @@ def _arrangement(text: bytes) -> tuple[Arrangement]:
     return (Arrangement(*parts),)
 
 
-register_for_export(ProductOperand, "Form")
+def _serialized(aux: tuple) -> bytes:
+    *static, of_array = aux
+    text = None if of_array is None else mxarray.serialized(of_array).decode()
+    return json.dumps([*static, text]).encode()
+
+
+def _deserialized(text: bytes) -> tuple:
+    *static, of_array = json.loads(text)
+    return *static, None if of_array is None else mxarray.deserialized(of_array.encode())
+
+
+jax.export.register_pytree_node_serialization(
+    ProductOperand,
+    serialized_name="jax_mx.Form",
+    serialize_auxdata=_serialized,
+    deserialize_auxdata=_deserialized,
+)
 jax.export.register_pytree_node_serialization(
     QuantizedWeight,
     serialized_name="jax_mx.QuantizedWeight",
@@ -241,14 +274,15 @@ class Unquantized:
         plain = all(use.hadamard is None and use.rounding is None for use in uses)
         is_one = len(formats) == 1 and None not in formats
         by_blocks = all(use.window == BLOCK for use in uses) and not self.blocks.square
-        return is_one and plain and self._is_bfloat16 and by_blocks and not self._has_sums
+        return is_one and plain and self._is_bfloat16 and by_blocks and not self.has_sums
 
     @property
     def _is_bfloat16(self) -> bool:
         return self.x.dtype == jnp.bfloat16
 
     @property
-    def _has_sums(self) -> bool:
+    def has_sums(self) -> bool:
+        """Whether sums of its columns are wanted, too."""
         return isinstance(self.activation, WithSums)
 
     def forms(self, as_floats: Sequence[bool] = (False, False)) -> tuple[Any, ...]:
@@ -268,7 +302,7 @@ class Unquantized:
         self._require_whole_blocks()
         parts, x = self._parts(as_floats), self.x
         x = padded(x, self.pads) if any(self.pads) else x
-        if self._has_sums and not self._sums_with(parts):
+        if self.has_sums and not self._sums_with(parts):
             rows = made("quantize", x, self.activation.own)
             plain = dataclasses.replace(self, activation=self.activation.own)
             return *plain.forms(), rows.astype(jnp.float32)
@@ -335,14 +369,14 @@ class Unquantized:
     @property
     def _scale_layout(self) -> ScaleLayout:
         """Where scales lie: of square blocks and of gradients kernels write them in rows alone."""
-        own = self.activation.own if self._has_sums else self.activation
+        own = self.activation.own if self.has_sums else self.activation
         alone = self.blocks.square or getattr(own, "gradient", None) is not None
         return ROW_MAJOR if alone else layout_for_trace()
 
     def _floats(self, x: jax.Array) -> jax.Array:
         """In bfloat16 what `quantize` would quantize."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
-        own = self.activation.own if self._has_sums else self.activation
+        own = self.activation.own if self.has_sums else self.activation
         return (x if own is None else made("quantize", x, own)).astype(jnp.bfloat16)
 
     def _sums_with(self, parts: list[_Part]) -> bool:

@@ -285,27 +285,13 @@ def sums_of(x: jax.Array) -> jax.Array:
     return sums[..., 0, :]
 
 
-def gated_exactly(each: Sequence[jax.Array], weights: jax.Array | None, name: str) -> jax.Array:
-    """The same in float32, without rounding to few bits; its derivatives are `slope`'s."""
+def gated_exactly(each: Sequence[jax.Array], name: str) -> jax.Array:
+    """The same in float32, without rounding to few bits, and without weights."""
     gate, *up = (x.astype(jnp.float32) for x in each)
-    y = _with_slope(part, slope, name)(gate)
+    y = part(gate, name)
     for x in up:
-        y = y * _with_slope(other, other_slope, name)(x)
-    return y if weights is None else y * weights.astype(jnp.float32)[..., None]
-
-
-def _with_slope(
-    function: Callable[..., jax.Array], derivative: Callable[..., jax.Array], name: str
-) -> Callable[[jax.Array], jax.Array]:
-    """An activation's function of one array that has this derivative."""
-    found = jax.custom_jvp(lambda x: function(x, name))
-
-    def rule(primals, tangents):
-        ((x,), (dx,)) = primals, tangents
-        return function(x, name), derivative(x, name) * dx
-
-    found.defjvp(rule)
-    return found
+        y = y * other(x, name)
+    return y
 
 
 def _parts(gate: jax.Array, name: str, dtype: np.dtype) -> jax.Array:

@@ -17,9 +17,6 @@ from jax_mx.facts.product_kernels import Binary, ProductKernel
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels import entry
 from jax_mx.kernels.cutedsl import products
-from jax_mx.kernels.cutedsl.sass import count_instructions
-
-__all__ = ["COMPILER", "compile_variant", "count_instructions"]
 
 COMPILER = f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}"
 

@@ -106,7 +106,6 @@ class ProductEntry:
       resident: thread blocks of a multiprocessor.
       maps: its tensor maps.
       elements_per_thread: of y, for the build's report.
-      trips: the most that a loop in it makes, for the build's report; 0: unknown.
       rows: of x, in a tile.
       columns: of y, in a tile.
       below, beside: tiles that lie so, and that the thread blocks of a cluster take together.
@@ -125,7 +124,6 @@ class ProductEntry:
     shared = 0
     split = 1
     resident = 1
-    trips = 0
     batches = 4
     rows = 1
     columns = 1
@@ -588,7 +586,7 @@ def launches(
         for entry, symbol in zip(entries, sorted(usage), strict=True):
             if entry.maps and entry.maps != entries[0].maps:  # it would wait for other bytes
                 raise RuntimeError(f"{symbol}: its tensor maps are not those of the first entry")
-            own = {"elements_per_thread": entry.elements_per_thread, "trips": entry.trips}
+            own = {"elements_per_thread": entry.elements_per_thread}
             facts = {**usage[symbol], **own}
             if tuple(threads := facts.pop("threads")) != (entry.threads, 1, 1):
                 raise RuntimeError(f"{symbol}: compiled for {threads} threads")

@@ -7,7 +7,6 @@ Scales are staged in shared memory and written as they lie in memory, with the p
 """
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import cutlass
@@ -233,12 +232,6 @@ class Tiled(Kernel):
             self.store(rX, inverses, result, arrays[f"codes_{o}"], beyond.at, lane)
         else:
             self.stage(sV, rX, inverses, result, lane)
-
-    @property
-    def trips(self) -> int:
-        """The most trips of the loop in `store_pieces`, where a thread stores bytes."""
-        staged = [self.staged_shape(r) for r in self.results if not r.dequantized]
-        return max((-(-math.prod(shape) // self.threads) for shape in staged), default=0)
 
     def staged_shape(self, result: Output) -> Extents:
         """The size of the matrix of a tile's scales, as it will lie."""

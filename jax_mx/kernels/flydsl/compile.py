@@ -18,9 +18,6 @@ from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.product_kernels import Binary, ProductKernel
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels.entry import launches
-from jax_mx.kernels.flydsl.gcn import count_instructions
-
-__all__ = ["COMPILER", "compile_variant", "count_instructions"]
 
 COMPILER = f"flydsl {version('flydsl')}, ziglang {version('ziglang')}"
 

@@ -409,7 +409,6 @@ class Product:
     """
 
     threads = WAVES * WAVES * WAVE
-    trips = 0
 
     def __init__(self, product: ProductKernel, arch: str, aligned: bool):
         self.product, self.arch, self.aligned = product, arch, aligned
@@ -651,7 +650,6 @@ def launches(kernels: Sequence[Product], usage: Mapping[str, Mapping[str, Any]])
                 "usage": {
                     **{name: n for name, n in usage[symbol].items() if name != "threads"},
                     "elements_per_thread": kernel.elements_per_thread,
-                    "trips": kernel.trips,
                 },
             }
             for kernel, symbol in zip(kernels, sorted(usage), strict=True)
