@@ -197,7 +197,7 @@ def test_every_number_of_rows_of_groups(variant, arch):
 @pytest.mark.parametrize("op", ["matmul_fp8", "wgrad_fp8"])
 @pytest.mark.parametrize("arch", ARCHS["flydsl"])
 def test_every_number_of_rows(arch, op, rows):
-    """Of either operand; formats, results and entries take turns."""
+    """Each operand has so many in turn; formats, results and entries take turns, too."""
     some = [kernel for kernel in KERNELS if kernel.op == op]
     sizes = [50, 0, 46] if op == "wgrad_fp8" else None
     options = {"dtype": RESULTS[rows % 3], "entry": rows % 2}
@@ -272,3 +272,23 @@ def test_codes_and_scales_of_callers_are_read_as_they_lie(
         assert (q.value_layout.name, q.scale_layout.name) == (value_layout, scale_layout)
     assert decided(call, "rocm", [arch]).name == "flydsl"
     assert_equal(got, np.asarray(product(x, w), np.float64))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("arch", ARCHS["flydsl"])
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_devices_of_a_shard_map_multiply_their_rows(kind, arch):
+    """Each of four emulated devices runs the kernel on a part of its own."""
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,), devices=jax.devices("cpu")[:4])
+    rows, whole = jax.sharding.PartitionSpec("a"), jax.sharding.PartitionSpec()
+    product = jax.shard_map(
+        jax_mx.ragged_dot, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows
+    )
+    rng = np.random.default_rng(0)
+    args = floats(rng, (128, 96)), floats(rng, (4, 96, 64)), jnp.array([10, 0, 12, 5], jnp.int32)
+    places = (jax.sharding.NamedSharding(mesh, spec) for spec in (rows, whole, whole))
+    args = [jax.device_put(a, place) for a, place in zip(args, places, strict=True)]
+    with emulate(arch), jax.set_mesh(mesh):
+        assert "by_flydsl" in jax.jit(product).lower(*args).as_text(debug_info=True)
+        got = jax.jit(product)(*args)
+    assert_equal(got, np.asarray(jax.jit(product)(*args), np.float64))

@@ -245,8 +245,9 @@ def test_nan_stays_in_the_group_that_is_contracted():
 
 @executed
 @pytest.mark.thorough
-@pytest.mark.parametrize("scales", [(0, 254), (0, 127), (254, 0), (127, 120)])
+@pytest.mark.parametrize("scales", [(0, 254), (0, 129), (254, 0), (127, 120)])
 def test_the_smallest_and_largest_scales(scales):
+    """Results are normal numbers: XLA's CPU makes zeros of others, which the interpreter has."""
     x, w = integers(rng(), (129, 64), MXFP8_E4M3), integers(rng(1), (40, 64), MXFP8_E4M3)
     x, w = (
         dataclasses.replace(q, scales=jnp.full(q.scales.shape, s, jnp.uint8).view(q.scales.dtype))

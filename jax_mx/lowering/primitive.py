@@ -65,9 +65,8 @@ def varies(x: Any) -> bool:
     return "{V:" in jax.typeof(x).str_short()
 
 
-def is_differentiated(x: Any) -> bool:
-    """Whether a derivative by x is being taken, by jax.grad, jax.vjp, jax.jvp or jax.linearize."""
-    return isinstance(x, tangents.JVPTracer | tangents.LinearizeTracer)
+# By arrays of these types jax.grad, jax.vjp, jax.jvp or jax.linearize takes a derivative.
+DIFFERENTIATED = (tangents.JVPTracer, tangents.LinearizeTracer)
 
 
 def is_tracing() -> bool:

@@ -714,16 +714,15 @@ FROZEN = (
     "frozen) in the loss"
 )
 Aux = tuple  # the static fields in the order of metadata.FIELDS, then what is known of the shape
-_STATIC = (*metadata.FIELDS, "padding", "spans")
+STATIC = (*metadata.FIELDS, "padding", "spans")
 
 
-def flattened(q: MXArray) -> tuple[tuple[Any, Any], Aux]:
-    """Its leaves, and what is static."""
-    return (q.values, q.scales), tuple(map(vars(q).__getitem__, _STATIC))
+def _flatten(q: MXArray) -> tuple[tuple[Any, Any], Aux]:
+    return (q.values, q.scales), tuple(map(vars(q).__getitem__, STATIC))
 
 
 def _flatten_with_keys(q: MXArray) -> tuple[Any, Aux]:
-    children, aux = flattened(q)
+    children, aux = _flatten(q)
     fields = aux[: len(metadata.FIELDS)]
     keys = map(jax.tree_util.GetAttrKey, ("values", metadata.scales_name(tuple(fields))))
     return tuple(zip(keys, children, strict=True)), aux
@@ -735,7 +734,7 @@ def _unflatten(aux: Aux, children: Any) -> MXArray:
     JAX would give such a one zeros where nothing reads it, and E8M0's zero is NaN: an optimizer
     would make NaN of scales. So the error comes here, before any function of the array runs.
     """
-    if any(map(primitive.is_differentiated, children)):
+    if any(isinstance(child, primitive.DIFFERENTIATED) for child in children):
         raise TypeError(FROZEN)
     return unflattened(aux, children)
 
@@ -744,7 +743,7 @@ def unflattened(aux: Aux, children: Any) -> MXArray:
     """The array of any children: JAX puts tracers, specs and mere objects there."""
     q = object.__new__(MXArray)
     values, scales = children
-    vars(q).update(zip(_STATIC, aux, strict=True), values=values, scales=scales)
+    vars(q).update(zip(STATIC, aux, strict=True), values=values, scales=scales)
     if q.scale_layout.is_tiled:
         here = _padding_of(q, q.padding)
         if q.padding.numbers is None or here.numbers is None:
@@ -756,7 +755,7 @@ def unflattened(aux: Aux, children: Any) -> MXArray:
     return q
 
 
-jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten, flattened)
+jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten, _flatten)
 
 
 # So that exported programs may take and return MXArrays. Formats and layouts go by name.

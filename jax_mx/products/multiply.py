@@ -29,6 +29,7 @@ from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters import mlir
 
 from jax_mx.arrays.sharding import is_explicit
+from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.lowering import primitive, registry, targets
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.mxarray import MXArray
@@ -233,8 +234,14 @@ class Multiplication(NamedTuple):
         a, b = (forms[i][form] for i, form in (self.lhs, self.rhs))
         lead = tuple(range(self.batch))
         more = tuple(range(self.batch, self.batch + self.summed))
-        codes = a.array.values if isinstance(a.array, MXArray) else a.array
-        left, right = (*more, a.axis % a.array.ndim), (*more, b.axis % b.array.ndim)
+        codes, others = (
+            form.array.values if isinstance(form.array, MXArray) else form.array for form in (a, b)
+        )
+        ranks = (
+            values.ndim - (values is not x and x.value_layout != ROW_MAJOR_VALUES)
+            for values, x in ((codes, a.array), (others, b.array))
+        )
+        left, right = ((*more, form.axis % rank) for form, rank in zip((a, b), ranks, strict=True))
         mesh, sharding = jax.typeof(codes).sharding.mesh, None
         if self.spec is not None and is_explicit(mesh):
             spec = jax.sharding.PartitionSpec(*self.spec)
@@ -477,9 +484,10 @@ def _without_unread(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """JAX's rule for a step some of whose forms nobody reads, as in jax.checkpoint's first pass."""
     if not any(used):
         return [False] * len(eqn.invars), None
-    if eqn.params["mapped"]:  # its leaves are not those that the step takes
-        return [True] * len(eqn.invars), eqn
     step, tree, passed = (eqn.params[name] for name in ("step", "tree", "passed"))
+    # The leaves of a mapped step are not those that the step takes.
+    if all(used[len(step.multiplications) :]) or eqn.params["mapped"]:
+        return [True] * len(eqn.invars), eqn
     avals, flags = [v.aval for v in eqn.invars], iter(used)
     results = jax.eval_shape(lambda *leaves: step.computed(*tree.unflatten(leaves)), *avals)
     count = len(jax.tree.leaves(results))

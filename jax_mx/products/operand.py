@@ -80,12 +80,18 @@ class ProductOperand:
     axis: int = -1
     gathered: bool = False
 
-    def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
+    def tree_flatten(self) -> tuple[tuple, tuple]:
         """The array's leaves; and what is static, of the array too."""
         leaves, of_array = self.array, None
-        if isinstance(self.array, MXArray):
-            leaves, of_array = mxarray.flattened(self.array)
-        return ((jax.tree_util.GetAttrKey("array"), leaves),), (self.axis, self.gathered, of_array)
+        if isinstance(leaves, MXArray):
+            of_array = tuple(map(vars(leaves).__getitem__, mxarray.STATIC))
+            leaves = leaves.values, leaves.scales
+        return (leaves,), (self.axis, self.gathered, of_array)
+
+    def tree_flatten_with_keys(self) -> tuple[tuple, tuple]:
+        """The same, by the name of its attribute."""
+        (leaves,), static = self.tree_flatten()
+        return ((jax.tree_util.GetAttrKey("array"), leaves),), static
 
     @classmethod
     def tree_unflatten(cls, aux: tuple, children: Any) -> ProductOperand:
