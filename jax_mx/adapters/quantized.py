@@ -337,8 +337,12 @@ def _checkpoint(
 
 def _scan(rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str) -> Sequence[Any]:
     params = equation.params
-    inner, carries = params["jaxpr"], params["num_carry"]
-    consts, rest = inputs[: params["num_consts"]], inputs[params["num_consts"] :]
+    inner = params["jaxpr"]
+    if "ft_in" in params:  # since 0.12: the trees of constants, carries and what is scanned
+        before, carries, _ = map(len, params["ft_in"].unpack())
+    else:
+        before, carries = params["num_consts"], params["num_carry"]
+    consts, rest = inputs[:before], inputs[before:]
 
     def body(carry: Any, x: Any) -> Any:
         results = rewrite.run(inner.jaxpr, inner.consts, [*consts, *carry, *x], scope)

@@ -32,8 +32,8 @@ def from_qarray(cls: Any, q: Any) -> Any:
     if values.dtype not in formats:
         allowed = ", ".join(map(str, formats))
         raise TypeError(f"{op}: elements are {values.dtype}, MX has {allowed}; dequantize them")
-    axes, scale = _blocks(op, values.shape, scale)
-    scales = _bytes(op, scale)
+    # As bytes, which nothing computes with: JAX 0.12's repeat loses subnormals on CPUs.
+    axes, scales = _blocks(op, values.shape, _bytes(op, scale))
     block = BLOCK if len(axes) == 1 else (BLOCK, BLOCK)
     if values.dtype != _FLOAT4:
         return cls.from_parts(values, scales, formats[values.dtype], axis=axes[-1], block=block)
