@@ -23,6 +23,7 @@ from helpers import (
     random_bits,
     stand_in,
 )
+from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -379,6 +380,16 @@ def mesh(kind: AxisType):
 
 
 # ---- export ---
+
+
+def test_unread_results_in_both_forms_of_jaxs_rule():
+    """Since 0.12 JAX says between the two which operands live on."""
+    from jax._src.interpreters import partial_eval
+
+    probe = Primitive("probe")
+    primitive.drops_unread(probe, lambda used, eqn: (used, eqn))
+    rule = partial_eval.dce_rules.pop(probe)
+    assert rule([True], "eqn") == rule([True], [False], "eqn") == ([True], "eqn")
 
 
 def test_private_names_of_jax():

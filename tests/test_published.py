@@ -19,6 +19,7 @@ import jax_mx
 pytest.importorskip("safetensors")
 P = PartitionSpec
 GOLDEN = Path(__file__).parent / "golden/compressed_tensors"  # written by its own code: write.py
+EXPORTED = Path(__file__).parent / "golden/exported"  # likewise
 LAYER = "model.layers.0."
 UP = "model.layers.0.mlp.up_proj"
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -92,6 +93,17 @@ def test_files_by_compressed_tensors(scheme):
         assert_bits_equal(dequantized(experts), np.stack([np.float32(want[n]) for n in names]))
     assert params[f"{LAYER}mlp.gate.weight"].dtype == jnp.bfloat16  # a router stays in floats
     assert len(params) == 10
+
+
+@pytest.mark.parametrize("library", ["modelopt", "quark"])
+def test_files_by_exporters(library):
+    """A Llama as a library's own code writes it, and what that makes of its codes."""
+    params = jax_mx.load_checkpoint(EXPORTED / library)
+    want = jax_mx.load_safetensors(EXPORTED / f"{library}.safetensors")
+    assert len(want) == 7 and len(params) == 12
+    for name, floats in want.items():
+        assert_bits_equal(dequantized(params[name]), np.float32(floats))
+    assert params["lm_head.weight"].dtype == jnp.bfloat16
 
 
 def test_parts_of_a_layer_become_one():

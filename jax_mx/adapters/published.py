@@ -70,10 +70,10 @@ def _of_modelopt(config: Config) -> list[str]:
 
 def _of_quark(config: Config) -> list[str]:
     """Quark: a dtype and a shape of blocks, of all and of single layers."""
-    layers = [config.get("global_quant_config"), *config.get("layer_quant_config", {}).values()]
+    layers = [config.get("global_quant_config"), *(config.get("layer_quant_config") or {}).values()]
     weights = [layer["weight"] for layer in layers if layer and layer.get("weight")]
     return [
-        f"{w['dtype']} {w['qscheme']} {w.get('block_size', w.get('group_size'))} "
+        f"{w['dtype']} {w['qscheme']} {w.get('block_size') or w.get('group_size')} "
         f"{w.get('scale_format')}"
         if isinstance(w, Mapping)
         else "several quantizers in turn"
