@@ -294,16 +294,16 @@ class Step:
             for i, operand in enumerate(operands)
         ]
         leaves, tree = jax.tree.flatten((operands, sizes))
-        params, passed, like = self.traced(leaves, tree)
-        outs = iter(step_p.bind(*leaves, **params))
+        params, passed = self.traced(leaves, tree)
+        like, outs = params["like"], iter(step_p.bind(*leaves, **params))
         # An array that passes stays the caller's: of a scan, a residual that is one of its
         # constants is not kept once for each iteration, and a vmap does not copy it.
         return like.unflatten(
             [leaves[passed[i]] if i in passed else next(outs) for i in range(like.num_leaves)]
         )
 
-    def traced(self, leaves: Sequence[Any], tree: Any) -> tuple[dict, dict[int, int], Any]:
-        """The parameters of `step_p`, which result is which leaf as it is, and what results are."""
+    def traced(self, leaves: Sequence[Any], tree: Any) -> tuple[dict, dict[int, int]]:
+        """The parameters of `step_p`, and which result is which leaf as it is."""
         passed: dict[int, int] = {}
         like: Any = None
 
@@ -316,8 +316,8 @@ class Step:
             return [y for i, y in enumerate(results) if i not in passed]
 
         codes = jax.make_jaxpr(of_codes)(*leaves)
-        params = {"step": self, "tree": tree, "passed": tuple(passed), "codes": codes, "mapped": ()}
-        return params, passed, like
+        params = {"step": self, "tree": tree, "passed": tuple(passed), "like": like}
+        return params | {"codes": codes, "mapped": ()}, passed
 
     @property
     def wanted(self) -> set[tuple[int, int]]:
@@ -409,8 +409,15 @@ def _batch_step(
 
 
 def _lower_step(
-    platform: str | None, ctx: Any, *leaves: Any, codes: Any, mapped: tuple, **params: Any
+    platform: str | None,
+    ctx: Any,
+    *leaves: Any,
+    codes: Any,
+    mapped: tuple,
+    like: Any,
+    **params: Any,
 ) -> Any:
+    del like
     target, run = targets.target_of(ctx, platform), codes
     if names := names_of_floats(codes, target):
         of_floats = traced_of_floats(ctx.avals_in, mapped, names, **params)
@@ -484,27 +491,28 @@ def _without_unread(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """JAX's rule for a step some of whose forms nobody reads, as in jax.checkpoint's first pass."""
     if not any(used):
         return [False] * len(eqn.invars), None
-    step, tree, passed = (eqn.params[name] for name in ("step", "tree", "passed"))
+    names = ("step", "tree", "passed", "like", "mapped")
+    step, tree, passed, like, mapped = map(eqn.params.__getitem__, names)
     # The leaves of a mapped step are not those that the step takes.
-    if all(used[len(step.multiplications) :]) or eqn.params["mapped"]:
+    if all(used[len(step.multiplications) :]) or mapped:
         return [True] * len(eqn.invars), eqn
-    avals, flags = [v.aval for v in eqn.invars], iter(used)
-    results = jax.eval_shape(lambda *leaves: step.computed(*tree.unflatten(leaves)), *avals)
-    count = len(jax.tree.leaves(results))
-    is_used = [i not in passed and next(flags) for i in range(count)]
-    products, kept = jax.tree.unflatten(jax.tree.structure(results), is_used)
-    read = [any(jax.tree.leaves(form)) for form in kept]
-    if all(read):
+    numbers = [i for i in range(like.num_leaves) if i not in passed]  # of results
+    outvars = dict(zip(numbers, eqn.outvars, strict=True))
+    read = {*itertools.compress(numbers, used)}
+    products, kept = like.unflatten(range(like.num_leaves))
+    stays = {
+        place: form
+        for place, form in zip(step.kept, kept, strict=True)
+        if not read.isdisjoint(jax.tree.leaves(form))
+    }
+    if len(stays) == len(kept):
         return [True] * len(eqn.invars), eqn
-    step = dataclasses.replace(step, kept=tuple(itertools.compress(step.kept, read)))
-    operands, sizes = tree.unflatten(avals)
+    step = dataclasses.replace(step, kept=tuple(stays))
+    operands, sizes = tree.unflatten([v.aval for v in eqn.invars])
     operands = [step.narrowed(i, operand) for i, operand in enumerate(operands)]
-    params, passed, _ = step.traced(*jax.tree.flatten((operands, sizes)))
-    stays = [True] * len(jax.tree.leaves(products)) + [
-        is_read for form, is_read in zip(kept, read, strict=True) for _ in jax.tree.leaves(form)
-    ]
-    own = [i for i in range(count) if i not in eqn.params["passed"]]
-    outvars = [v for i, v in zip(own, eqn.outvars, strict=True) if stays[i]]
+    params, _ = step.traced(*jax.tree.flatten((operands, sizes)))
+    left = jax.tree.leaves((products, [*stays.values()]))
+    outvars = [outvars[i] for i in left if i in outvars]
     return [True] * len(eqn.invars), eqn.replace(outvars=outvars, params=params)
 
 
