@@ -521,7 +521,7 @@ def _jvp_of_linear(primals: Any, tangents: Any, *, count: int, **how: Any) -> tu
 
 
 def split_of_mapped(args: Any, dims: Any) -> Any:
-    """What splits the dimension that `jax.vmap` maps, on meshes with explicit axes."""
+    """The names that split the dimension which `jax.vmap` maps, on meshes with explicit axes."""
     mapped = ((x, d) for x, d in zip(args, dims, strict=True) if d is not None)
     x, d = next(mapped)
     return jax.typeof(x).sharding.spec[d]

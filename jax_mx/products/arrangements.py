@@ -181,7 +181,7 @@ def _unmerged(x: jax.Array, at: int, parts: Sequence[tuple[Dims, bool]]) -> jax.
 
 
 def padded(x: jax.Array, pads: tuple[int, int]) -> jax.Array:
-    """x with so many zeros behind its last two axes."""
+    """x with so many zeros behind each of its last two axes."""
     return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *((0, n) for n in pads)]) if any(pads) else x
 
 

@@ -32,6 +32,7 @@ from jax_mx.facts.formats import BLOCK, Format
 from jax_mx.facts.product_kernels import PRODUCTS, TILE, UNIT, fp8_rows
 from jax_mx.lowering import products
 from jax_mx.lowering.plan import ProductPlan
+from jax_mx.products.arrangements import padded
 
 # How many rows of x tiles may have, in ascending order: each tiling is a kernel.
 ROWS = tuple(sorted({p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")}))
@@ -142,7 +143,7 @@ def by_plan(plan: ProductPlan, x: Any, w: Any, sizes: jax.Array | None = None) -
     if plan.op == "wgrad":
         m, n = x.shape[-1], w.shape[-1]
         # The copy engine wants rows of whole 16 bytes.
-        floats = _padded(x, -m % 8), _padded(w, -n % 8)
+        floats = padded(x, (0, -m % 8)), padded(w, (0, -n % 8))
         return products.product([*floats, *grouped], plan)[..., :m, :n]
     if plan.op == "wgrad_fp8":
         return products.product([x.values, x.scales, w.values, w.scales, *grouped], plan)
@@ -151,7 +152,7 @@ def by_plan(plan: ProductPlan, x: Any, w: Any, sizes: jax.Array | None = None) -
     if plan.op == "matmul_fp8":
         rows = [_flat(a) for a in (x.values, x.scales)]
     else:
-        rows = [_in_parts(_padded(_flat(x), -x.shape[-1] % UNIT if plan.free else 0))]
+        rows = [_in_parts(padded(_flat(x), (0, -x.shape[-1] % UNIT if plan.free else 0)))]
     y = products.product([*rows, *matrices, *grouped], plan)
     return y.reshape(*lead, w.shape[-1 if plan.free else -2])
 
@@ -159,11 +160,6 @@ def by_plan(plan: ProductPlan, x: Any, w: Any, sizes: jax.Array | None = None) -
 def _flat(x: jax.Array) -> jax.Array:
     """All rows of an array in one matrix."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _padded(x: jax.Array, columns: int) -> jax.Array:
-    """The array with so many more columns, of zeros."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, columns)]) if columns else x
 
 
 def _in_parts(x: jax.Array) -> jax.Array:

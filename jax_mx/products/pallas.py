@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts.chips import TCGEN05
 from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.arrangements import padded
 from jax_mx.products.contraction import SUMS, Contraction, Served, refused
 from jax_mx.products.kernels import swapped_floats
 
@@ -112,7 +113,7 @@ def blackwell_support(contraction: Contraction, chips: Sequence[str]) -> Served:
 
 
 def _lacking(contraction: Contraction, chips: Sequence[str]) -> str:
-    """What chips or JAX lack; empty where nothing is."""
+    """A sentence on what chips or JAX lack; empty where they lack nothing."""
     for chip in chips:
         if chip not in TCGEN05:
             return f"has kernels for {' and '.join(TCGEN05)}, none for {chip}"
@@ -145,7 +146,7 @@ def run_blackwell(contraction: Contraction, served: Served) -> jax.Array:
     b = swapped_floats(contraction.rhs, right == -1)
     (rows, _), columns = a.shape, b.shape[-1]
     pair = 2 if contraction.numbers.groups else 1
-    a, b = _padded(a, (pair * _TILE, _DEPTH)), _padded(b, (_DEPTH, pair * _TILE))
+    a, b = _whole(a, (pair * _TILE, _DEPTH)), _whole(b, (_DEPTH, pair * _TILE))
     tiles: dict[str, Any] = {"tile_m": _TILE, "tile_n": _TILE, "tile_k": _DEPTH}
     tiles |= {"max_concurrent_steps": 4, "grid_tile_width": 8, "collective": pair > 1}
     tiles |= {"grid_minor_dim": _module(_DENSE).MatmulDimension.N}
@@ -157,7 +158,6 @@ def run_blackwell(contraction: Contraction, served: Served) -> jax.Array:
     return _without_rest(y[:rows, :columns], sizes)
 
 
-def _padded(x: jax.Array, units: tuple[int, int]) -> jax.Array:
+def _whole(x: jax.Array, units: tuple[int, int]) -> jax.Array:
     """The last two axes with zeros up to multiples of these."""
-    pads = [(0, -n % unit) for n, unit in zip(x.shape[-2:], units, strict=True)]
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + pads)
+    return padded(x, (-x.shape[-2] % units[0], -x.shape[-1] % units[1]))

@@ -55,7 +55,7 @@ def support(contraction: Contraction, chips: Sequence[str]) -> Served:
 
 
 def _lacking(chips: Sequence[str]) -> str:
-    """What chips or JAX lack; empty where nothing is."""
+    """A sentence on what chips or JAX lack; empty where nothing is."""
     for chip in chips:
         if chip not in TCGEN05:
             return f"has a kernel for {' and '.join(TCGEN05)}, none for {chip}"

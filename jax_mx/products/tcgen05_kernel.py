@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_mx.products.arrangements import padded
+
 ROWS = 128  # of a tile, also of a tile of scales
 _DEPTH = 128  # bytes of a row that one step reads
 _TOGETHER = 8  # rows that lie together in shared memory
@@ -119,15 +121,13 @@ def _units(shape: Sequence[int], columns: int) -> list[int]:
 def _in_units(x: jax.Array, depth: int) -> jax.Array:
     """An operand with zeros behind, where its matrices are no whole `_units`."""
     rows, columns = _units(x.shape[1:], depth if x.shape[2] > depth else x.shape[2])
-    if (rows, columns) == x.shape[1:]:
-        return x
-    return jnp.pad(x, ((0, 0), (0, rows - x.shape[1]), (0, columns - x.shape[2])))
+    return padded(x, (rows - x.shape[1], columns - x.shape[2]))
 
 
 def _scratch(
     operands: Mapping[str, jax.Array], out: np.dtype, width: int, depth: int
 ) -> dict[str, Any]:
-    """What a thread block has in shared memory and in tensor memory."""
+    """A thread block's shared memory and tensor memory."""
     import jax.experimental.pallas.mosaic_gpu as plgpu
 
     codes = operands["a"].dtype
