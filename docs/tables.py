@@ -459,6 +459,27 @@ def _unmeasured(name: str) -> list[str]:
     return [f"Not measured yet; `{command(name)}` measures it."]
 
 
+def _listed(
+    file: str,
+    name: str,
+    kernels: Sequence[str],
+    columns: Mapping[str, Callable[[Mapping[str, Any], Rows], object]],
+) -> list[str]:
+    """A line for each row of a file, or that nothing is measured yet.
+
+    Args:
+      file: of results.
+      name: of the command that measures it.
+      kernels: see `caption`.
+      columns: by their heads what gives a cell, from a row and all rows.
+    """
+    if not (RESULTS / f"{file}.json").exists():
+        return _unmeasured(name)
+    about, rows = results(file)
+    lines = table([*columns], [[cell(row, rows) for cell in columns.values()] for row in rows])
+    return [*lines, "", caption(about, command(name), kernels)]
+
+
 # Ways of `python -m benchmarks step` as README names them; others are in the site's table.
 STEPS = {
     "bf16": "bfloat16",
@@ -660,39 +681,40 @@ def speed_moe_step() -> list[str]:
 
 def speed_moe_step_sharded() -> list[str]:
     """The same on several GPUs, each of which has as many rows as one alone."""
-    if not (RESULTS / "h100x4_moe_step.json").exists():
-        return _unmeasured("moe_step_sharded")
-    about, rows = results("h100x4_moe_step")
-    alone = {row["way"]: row["tokens_s"] for row in rows if row["devices"] == 1}
-    lines = table(
-        ("way", "GPUs", "ms a step", "tokens a second", "of one GPU's"),
-        [
-            (
-                row["way"],
-                row["devices"],
-                f"{row['ms']:.1f}",
-                f"{row['tokens_s']:,}",
-                f"{row['tokens_s'] / alone[row['way']]:.2f}",
-            )
-            for row in rows
-        ],
+    return _listed(
+        "h100x4_moe_step",
+        "moe_step_sharded",
+        EVERY,
+        {
+            "way": lambda row, _: row["way"],
+            "GPUs": lambda row, _: row["devices"],
+            "ms a step": lambda row, _: f"{row['ms']:.1f}",
+            "tokens a second": lambda row, _: f"{row['tokens_s']:,}",
+            "of one GPU's": lambda row, rows: f"{row['tokens_s'] / _alone(row, rows):.2f}",
+        },
     )
-    return [*lines, "", caption(about, command("moe_step_sharded"), EVERY)]
+
+
+def _alone(row: Mapping[str, Any], rows: Rows) -> float:
+    """The tokens a second of the same way on one GPU."""
+    pairs = {(other["way"], other["devices"]): other["tokens_s"] for other in rows}
+    return pairs[row["way"], 1]
 
 
 def speed_decode() -> list[str]:
     """A decoding step by batch and way."""
-    if not (RESULTS / "h100_decode_step.json").exists():
-        return _unmeasured("decode_step")
-    about, rows = results("h100_decode_step")
-    lines = table(
-        ("batch", "weights", "ms a token", "of bf16's time", "GB of weights"),
-        [
-            (row["batch"], row["way"], f"{row['ms']:.2f}", f"{row['ratio']:.2f}", row["weights_gb"])
-            for row in rows
-        ],
+    return _listed(
+        "h100_decode_step",
+        "decode_step",
+        GEMMS,
+        {
+            "batch": lambda row, _: row["batch"],
+            "weights": lambda row, _: row["way"],
+            "ms a token": lambda row, _: f"{row['ms']:.2f}",
+            "of bf16's time": lambda row, _: f"{row['ratio']:.2f}",
+            "GB of weights": lambda row, _: row["weights_gb"],
+        },
     )
-    return [*lines, "", caption(about, command("decode_step"), GEMMS)]
 
 
 def loss_moe(of: str = "moe_step_small") -> list[str]:
@@ -732,23 +754,18 @@ def speed_collectives(file: str = "h200x2_collectives", name: str = "collectives
 
 def speed_sharded() -> list[str]:
     """Quantizers of four GPUs at once, beside one alone."""
-    if not (RESULTS / "h100x4_sharded.json").exists():
-        return _unmeasured("sharded")
-    about, rows = results("h100x4_sharded")
-    lines = table(
-        ("form", "shape", "us, the slowest of all", "us, one alone", "of one alone"),
-        [
-            (
-                row["form"],
-                row["shape"],
-                f"{row['us']:.0f}",
-                f"{row['alone_us']:.0f}",
-                f"{row['to_alone']:.2f}",
-            )
-            for row in rows
-        ],
+    return _listed(
+        "h100x4_sharded",
+        "sharded",
+        QUANTIZERS,
+        {
+            "form": lambda row, _: row["form"],
+            "shape": lambda row, _: row["shape"],
+            "us, the slowest of all": lambda row, _: f"{row['us']:.0f}",
+            "us, one alone": lambda row, _: f"{row['alone_us']:.0f}",
+            "of one alone": lambda row, _: f"{row['to_alone']:.2f}",
+        },
     )
-    return [*lines, "", caption(about, command("sharded"), QUANTIZERS)]
 
 
 FLOATS = "floats, gather"
