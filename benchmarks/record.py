@@ -90,21 +90,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         '"auto, explicit" '
         '"auto, shard_map"'),
 }  # fmt: skip
-_EXPERTS = (
-    "moe_sharded",
-    "moe_ways",
-    "moe_data",
-    "moe_step_sharded",
-    "mixture",
-    "mixture_deepseek",
-)
-SEVERAL = (
-    "collectives",
-    "collectives_sizes",
-    "sharded",
-    *_EXPERTS,
-    "step_sharded",
-)  # GPUs, as names of their files say
+# Those of several GPUs, as names of their files say.
+SEVERAL = tuple(name for name, (file, _) in COMMANDS.items() if file.startswith("x"))
 
 
 def command(name: str) -> str:
