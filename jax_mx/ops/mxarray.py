@@ -715,8 +715,8 @@ FROZEN = (
     "frozen) in the loss"
 )
 OPTIMIZED = (
-    "optax goes over an MXArray, and codes and scales are nothing that an optimizer may change; hand "
-    "it the other leaves: trained, frozen = jax_mx.partition(params), and optimizer.init(trained)"
+    "optax goes over an MXArray, and codes and scales are nothing that an optimizer may change; "
+    "hand it the others: trained, frozen = jax_mx.partition(params), and optimizer.init(trained)"
 )
 Aux = tuple  # the static fields in the order of metadata.FIELDS, then what is known of the shape
 STATIC = (*metadata.FIELDS, "padding", "spans")

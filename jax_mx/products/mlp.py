@@ -34,6 +34,7 @@ from jax_mx.products.derivative import (
     gathered_once,
     parts_of,
 )
+from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
@@ -86,7 +87,7 @@ def mlp(
       b_down: floats (N,), or None; likewise.
       activation: see `gated`.
       interleaved: whether gates and ups come by turns along 2 I, not all gates first.
-      recipe: how floats are quantized, see `dot_general`.
+      recipe: how floats are quantized, see `dot_general`; "floats" leaves them as they are.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized x. With the
         last two, gradients too are those of the three functions, but for the order of sums.
@@ -114,6 +115,7 @@ def mlp(
         raise TypeError(f"{op}: x must be an array of floats, got {type(x).__name__}")
     dtype = float_dtype(op, "x", x.dtype)
     given = w_gate_up if pair else [w_gate_up]
+    *given, w2 = unquantized(recipe, *given, w2)
     first = [operand_of(op, *each) for each in zip(names, given, strict=True)]
     exact = is_exact(op, precision)
     sizes = functools.partial(_sizes, x, [*first, w2])

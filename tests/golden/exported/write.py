@@ -13,7 +13,7 @@
     venv/bin/python tests/golden/exported/write.py gpt_oss
 
 The file beside a folder has the floats that the library's own code makes of the codes, in bfloat16.
-Nobody's code of PyPI writes gpt-oss' layout without a GPU: its codes are random, and its two readers
+Nobody's code on PyPI writes gpt-oss' layout without a GPU: its codes are random, and its readers
 are transformers' and OpenAI's own.
 """
 
