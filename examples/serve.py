@@ -109,6 +109,7 @@ def main() -> None:
         config, model = load(options.folder or tiny)
     prompt = jnp.array([options.prompt], jnp.int32)
     run = jax.jit(partial(generate, config, options.steps)).lower(model, prompt).compile()
+    jax.block_until_ready(run(model, prompt))  # libraries load what they need
     start = time.perf_counter()
     tokens = jax.block_until_ready(run(model, prompt))[0].tolist()
     took = 1e3 * (time.perf_counter() - start) / options.steps

@@ -765,12 +765,12 @@ SIZES, WS = jnp.array([5, 0, 15], jnp.int32), small((3, 32, 64), 1)
 KN, Q = jax_mx.quantize(WS, axis=1), jax_mx.quantize(WS[0], axis=0)
 NK = jax_mx.quantize(WS.swapaxes(1, 2), axis=2)
 IN_BF16 = {  # a function of x and w, the same by JAX
+    "ragged_dot": (lambda x, w: jax_mx.ragged_dot(x, w, SIZES, recipe="bf16"), by_row),
     "matmul": (lambda x, w: matmul(x, w[0], recipe="bf16"), lambda x, w: x @ w[0]),
     "frozen": (lambda x, w: matmul(x, Q, recipe="bf16"), lambda x, w: x @ WS[0]),
     "frozen left": (
         lambda x, w: jax_mx.einsum("kn,tk->tn", Q, x, recipe="bf16"), lambda x, w: x @ WS[0],
     ),
-    "ragged_dot": (lambda x, w: jax_mx.ragged_dot(x, w, SIZES, recipe="bf16"), by_row),
     "ragged_dot, frozen": (
         lambda x, w: jax_mx.ragged_dot(x, KN, SIZES, recipe="bf16"), lambda x, w: by_row(x, WS),
     ),

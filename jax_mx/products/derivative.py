@@ -331,8 +331,8 @@ def product(
                 w, at = rhs_q, rhs_q.axis if len(rhs_q.block) == 1 else -2
             how = Grouped(ROWS, at, static.dtype, recipe.rounds)
             return _of_groups(static, how, lhs, w, sizes)
-        operands = (x if q is None else q for x, q in ((lhs, lhs_q), (rhs, rhs_q)))
-        return _of_floats(static, *operands, recipe)
+        lhs, rhs = (x if q is None else q for x, q in ((lhs, lhs_q), (rhs, rhs_q)))
+        return _of_floats(static, lhs, rhs, recipe)
     lhs, rhs = jax.tree.map(primitive.reverse_only(static.op, FORWARD), (lhs, rhs))
     return _product(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
 
@@ -384,31 +384,31 @@ def _derived(op: str, operands: tuple, value: Callable, gradients: Callable, for
 
 def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:
     """A dense product of floats; one of both operands may be an `MXArray`."""
-    layout, is_frozen = static.arranged, [isinstance(x, MXArray) for x in (lhs, rhs)]
-    types = [
-        None if frozen else side_of(side, x)
-        for side, x, frozen in zip((layout.lhs, layout.rhs), (lhs, rhs), is_frozen, strict=True)
-    ]
+    layout, operands = static.arranged, (lhs, rhs)
+    has_codes = any(isinstance(x, MXArray) for x in operands)
+    of_lhs = side_of(layout.lhs, parts_of(lhs)[0])
+    of_rhs = side_of(layout.rhs, parts_of(rhs)[0])
 
-    def value(*operands: Any) -> jax.Array:
-        both = [parts_of(x) for x in operands]
-        own = static.unfollowed(*both[1], recipe)
-        return _forward(own, *both, None, recipe, (False, False))[0]
+    def value(lhs: Any, rhs: Any) -> jax.Array:
+        own = static.unfollowed(*parts_of(rhs), recipe)
+        return _forward(own, parts_of(lhs), parts_of(rhs), None, recipe, (False, False))[0]
+
+    def form(side: Arrangement, x: Any, name: str) -> Any:
+        if x is None:
+            return None
+        request = operand_for(side, *parts_of(x), recipe, name, (False, True))
+        return (request.forms() if isinstance(request, Unquantized) else request)[1]
 
     def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
-        sides = zip(("lhs", "rhs"), (layout.lhs, layout.rhs), operands, strict=True)
-        forms = [
-            None if x is None else operand_for(side, *parts_of(x), recipe, name, (False, True))
-            for name, side, x in sides
-        ]
-        kept = [(x.forms() if isinstance(x, Unquantized) else x or (None, None))[1] for x in forms]
-        return _gradients(static, dy, *kept, None, recipe, *types)
+        a, b = form(layout.lhs, operands[0], "lhs"), form(layout.rhs, operands[1], "rhs")
+        return _gradients(static, dy, a, b, None, recipe, of_lhs, of_rhs)
 
     def forward(operands: tuple, dlhs: Any, drhs: Any) -> jax.Array:
-        own = (operands[0], drhs) if dlhs is None else (dlhs, operands[1])
-        return _of_floats(static, *own, recipe)
+        lhs, rhs = operands
+        pair = (lhs, drhs) if dlhs is None else (dlhs, rhs)
+        return _of_floats(static, pair[0], pair[1], recipe)
 
-    return _derived(static.op, (lhs, rhs), value, gradients, forward if any(is_frozen) else None)
+    return _derived(static.op, operands, value, gradients, forward if has_codes else None)
 
 
 class Grouped(NamedTuple):
@@ -448,18 +448,20 @@ def _of_groups(static: Static, how: Grouped, a: Any, b: Any, sizes: jax.Array) -
         product = static.multiplication((0, 0), (1, 0), how.dtype, groups=how.kind, **options)
         return Step((product,))(operands, sizes)[0][0]
 
-    def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> list[Any]:
+    def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
         a, b, sizes = operands
         if how.kind == SUMS:
-            each = [(ROWS, -1, b, dy), (ROWS, -2, a, dy)]
+            first, second = (ROWS, -1, b, dy), (ROWS, -2, a, dy)
         else:
             order = (a, dy) if how.at == -2 else (dy, a)
-            each = [(ROWS, -3 - how.at, dy, b), (SUMS, -2, *order)]
-        return [
-            run(Grouped(kind, at, dtype, how.rounds), *pair, sizes)
-            for (kind, at, *pair), dtype, is_asked in zip(each, (of_a, of_b), asked, strict=True)
-            if is_asked
-        ]
+            first, second = (ROWS, -3 - how.at, dy, b), (SUMS, -2, *order)
+
+        def one(product: Any, dtype: Any) -> jax.Array:
+            kind, at, a, b = product
+            return run(Grouped(kind, at, dtype, how.rounds), a, b, sizes)
+
+        da = one(first, of_a) if asked[0] else None
+        return da, one(second, of_b) if asked[1] else None
 
     def forward(operands: tuple, da: Any, db: Any) -> jax.Array:
         a, b, sizes = operands
