@@ -73,7 +73,7 @@ def test_can():
 
 @pytest.mark.parametrize("op", [pytest.param("mlp", marks=pytest.mark.thorough), "moe"])
 def test_floats_of_a_layer_stay_as_they_are(op):
-    """What is rounded to bfloat16 is off by 5e-3. Weights may be MX, or quantized by any recipe."""
+    """Rounded to bfloat16, it is off by 5e-3. Weights may be MX, or quantized by any recipe."""
     keys = jax.random.split(jax.random.key(2), 3)
     x, up, down = (jax.random.normal(k, s) / 8 for k, s in zip(
         keys, ((24, 64), (2, 64, 192), (2, 96, 32)), strict=True))  # fmt: skip
