@@ -47,7 +47,7 @@ from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
-from jax_mx.products.operand import Moved, Unquantized
+from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized
 from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
 
 
@@ -143,7 +143,8 @@ def moe(
       NotImplementedError: the named implementation does not serve a product.
     """
     op = "moe"
-    w_gate_up, w_down = unquantized(recipe, w_gate_up, w_down)
+    if isinstance(w_gate_up, QuantizedWeight) or isinstance(w_down, QuantizedWeight):
+        w_gate_up, w_down = unquantized(recipe, w_gate_up, w_down)
     w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
     w_down = array_or_quantized(op, "w_down", w_down)
     recipe = grouped_recipe(op, recipe, x, w_gate_up, w_down)

@@ -115,7 +115,8 @@ def mlp(
         raise TypeError(f"{op}: x must be an array of floats, got {type(x).__name__}")
     dtype = float_dtype(op, "x", x.dtype)
     given = w_gate_up if pair else [w_gate_up]
-    *given, w2 = unquantized(recipe, *given, w2)
+    if any(isinstance(w, QuantizedWeight) for w in (*given, w2)):
+        *given, w2 = unquantized(recipe, *given, w2)
     first = [operand_of(op, *each) for each in zip(names, given, strict=True)]
     exact = is_exact(op, precision)
     sizes = functools.partial(_sizes, x, [*first, w2])
