@@ -137,6 +137,15 @@ def test_mixed_types_as_jnp(types):
     assert [g.dtype for g in gradients] == [*map(jnp.dtype, types)]
 
 
+def test_a_layer_takes_weights_of_another_type():
+    x, up, down = X[:, :64].astype(jnp.bfloat16), W[:64] / 8, W[:32] / 8
+    layer = jax.jit(lambda *args: jax.vjp(lambda *a: jax_mx.mlp(*a, recipe="bf16"), *args))
+    y, pull = layer(x, up, down)
+    assert [g.dtype.name for g in pull(y)] == ["bfloat16", "float32", "float32"]
+    want, _ = layer(x, up.astype(jnp.bfloat16), down.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(y, want)
+
+
 def test_weak_types_float64_and_ints():
     x = X[:, :64].astype(jnp.bfloat16)
     assert jax_mx.matmul(x, jnp.full((64, 32), 1.0)).dtype == jnp.bfloat16

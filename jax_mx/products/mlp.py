@@ -76,7 +76,7 @@ def mlp(
         automatic meshes set the mesh (jax.set_mesh): without it, an x that is split along another
         axis than the first is gathered.
       w_gate_up: (D, 2 I), all gates, then all ups, of an activation without a gate (D, I): floats
-        of x's dtype, what `recipe.quantize_weight` makes of them, or a frozen `MXArray`, also
+        of any type, what `recipe.quantize_weight` makes of them, or a frozen `MXArray`, also
         (2 I, D), with its blocks along D. 32 divides I. Or a pair of these, each (D, I): gates'
         and ups', as checkpoints have them. x is quantized once for both; the gradient of x is the
         sum of what each gives, added in x's dtype.
@@ -283,8 +283,8 @@ def _layout(
     if isinstance(w, MXArray):
         check_frozen(op, name, recipe)
         at = w.axis % 2 if len(w.block) == 1 else 0
-    elif (found := float_dtype(op, name, w.dtype)) != dtype and not isinstance(w, QuantizedWeight):
-        raise TypeError(f"{op}: x is {dtype}, {name} is {found}; convert one to the other's type")
+    else:
+        float_dtype(op, name, w.dtype)
     if w.shape[at] != lhs[-1]:
         raise ValueError(
             f"{op}: {name} has the shape {tuple(w.shape)}, whose contracted axis {at} should have "
