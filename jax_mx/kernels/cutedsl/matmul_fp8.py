@@ -143,9 +143,12 @@ class Windows(Pipeline):
         t, wide, groups, width, blocks, result = scalars
         line = blocks * BLOCK
         stride = cute.assume(Int64(line), 32)
-        slab = cute.assume(Int64(line) * width, 32)
         mX = cute.make_tensor(x, cute.make_layout((t, wide), stride=(stride, 1)))
         matrices = groups if const_expr(self.rank == 3) else 1
+        if const_expr(self.product.parted):
+            line, groups = line // matrices, Int32(1)
+            stride = cute.assume(Int64(line), 32)
+        slab = cute.assume(Int64(line) * width, 32)
         mW = cute.make_tensor(
             w, cute.make_layout((width, line, matrices), stride=(stride, 1, slab))
         )
@@ -199,13 +202,16 @@ class Windows(Pipeline):
                     mine = self.part(self.below)
                     for step in cutlass.range(count, unroll=1):
                         i = begin + step
+                        of_w = i
+                        if const_expr(self.product.parted):
+                            part, of_w = self.in_part(mW, i)
+                            tsW, tgW = self.partition(aw, mW[None, None, part], into_w, n0)
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
                         self.copy(ax, tgX[None, 0, i], tsX[None, 0, slot], full + slot, 1)
-                        self.copy(
-                            aw, tgW[None, mine, i], tsW[None, mine, slot], full + slot, self.below
-                        )
+                        from_, to = tgW[None, mine, of_w], tsW[None, mine, slot]
+                        self.copy(aw, from_, to, full + slot, self.below)
                         slot, phase = self.next(slot, phase)
                     index += clusters
                     at = self.seek(index, at, sizes, length, groups, across)
@@ -363,6 +369,11 @@ class Windows(Pipeline):
     def matrix(self, at):
         """Which matrix W's rows are of."""
         return at[0]
+
+    def in_part(self, mW, stage: Int32):
+        """Which part of K a stage is in, and its number there."""
+        each = cute.size(mW, mode=[1]) // LINE
+        return stage // each, stage % each
 
     def before(self, at, t: Int32, width: Int32):
         """How many elements y has before the matrix that a tile is of."""
