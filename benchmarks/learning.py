@@ -99,7 +99,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--steps", type=int, default=2000)
     add("--batch", type=int, default=8)
     add("--length", type=int, default=1024)
-    add("--rate", type=float, default=6e-4, help="AdamW's largest")
+    add("--rate", type=float, default=3e-4, help="AdamW's largest")
     add("--seed", type=int, default=0, help="of weights and of what is read when")
     add("--attention", choices=("cudnn", "xla"), help="by default cudnn on a GPU")
     add("--resume", action="store_true", help="take rows that FILE of --json has already")
