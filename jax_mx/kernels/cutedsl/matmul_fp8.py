@@ -146,7 +146,7 @@ class Windows(Pipeline):
         mX = cute.make_tensor(x, cute.make_layout((t, wide), stride=(stride, 1)))
         matrices = groups if const_expr(self.rank == 3) else 1
         if const_expr(self.product.parted):
-            line, groups = line // matrices, Int32(1)
+            line = line // matrices
             stride = cute.assume(Int64(line), 32)
         slab = cute.assume(Int64(line) * width, 32)
         mW = cute.make_tensor(
@@ -176,6 +176,9 @@ class Windows(Pipeline):
         sW = self.operand(base, self.w_at, self.types[1], self.columns)
         self.begin(tid, base, full, empty)
 
+        parts = groups  # of K, that codes of W lie in
+        if const_expr(self.product.parted):
+            groups = Int32(1)
         across = (width + self.columns - 1) // self.columns
         windows = (blocks * BLOCK + LINE * self.span - 1) // (LINE * self.span)
         total = windows * self.span  # stages
@@ -204,7 +207,9 @@ class Windows(Pipeline):
                         i = begin + step
                         of_w = i
                         if const_expr(self.product.parted):
-                            part, of_w = self.in_part(mW, i)
+                            # `mW` does not know its sizes: see `ProductEntry.parameters`.
+                            each = blocks * BLOCK // LINE // parts
+                            part, of_w = i // each, i % each
                             tsW, tgW = self.partition(aw, mW[None, None, part], into_w, n0)
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
@@ -369,11 +374,6 @@ class Windows(Pipeline):
     def matrix(self, at):
         """Which matrix W's rows are of."""
         return at[0]
-
-    def in_part(self, mW, stage: Int32):
-        """Which part of K a stage is in, and its number there."""
-        each = cute.size(mW, mode=[1]) // LINE
-        return stage // each, stage % each
 
     def before(self, at, t: Int32, width: Int32):
         """How many elements y has before the matrix that a tile is of."""
