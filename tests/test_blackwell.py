@@ -443,6 +443,8 @@ def test_an_older_jax_takes_its_own_kernels(on_blackwell, monkeypatch):
     )
     chosen = decided(call(x, stack, axes=(1, 2)), "cuda", ["sm_100"])
     assert chosen.name == "blackwell"
+    (note,) = chosen.passed_over
+    assert note.startswith("ragged_dot: 'tcgen05' wants JAX 99") and "install" in note
     assert reads.layout_for_trace().name == "row_major"
     assert tcgen05.align_for_trace() == 1
 

@@ -43,27 +43,29 @@ def align_for_trace() -> int:
 
 def _serves_trace() -> bool:
     chips = targets.chips_of_trace(())
-    return bool(chips) and not _lacking(chips)
+    return bool(chips) and not _other_chip(chips) and jax.__version_info__ >= VERSION
 
 
 # ---- what it serves ---
 def support(contraction: Contraction, chips: Sequence[str]) -> Served:
     """Whether the kernel serves a contraction on chips."""
-    why = _lacking(chips) or contraction.unsplit or _shapes(contraction)
+    why, advice = _other_chip(chips), ""
+    if not why and jax.__version_info__ < VERSION:
+        wanted = ".".join(map(str, VERSION))
+        why, advice = f"wants JAX {wanted}, this is {jax.__version__}", "install it or a newer one"
+    why = why or contraction.unsplit or _shapes(contraction)
     if not why and not _codes(contraction):
         return Served(NAME)
     if not why and contraction.numbers.groups and not _floats(contraction):
         return Served(NAME, reads_floats=True)
-    return refused(NAME, contraction, why or _codes(contraction))
+    return refused(NAME, contraction, why or _codes(contraction), advice)
 
 
-def _lacking(chips: Sequence[str]) -> str:
-    """A sentence on what chips or JAX lack; empty where nothing is."""
+def _other_chip(chips: Sequence[str]) -> str:
+    """A sentence on chips that the kernel is not for; empty where it is."""
     for chip in chips:
         if chip not in TCGEN05:
             return f"has a kernel for {' and '.join(TCGEN05)}, none for {chip}"
-    if jax.__version_info__ < VERSION:
-        return f"wants JAX {'.'.join(map(str, VERSION))} or later, this is {jax.__version__}"
     return ""
 
 
