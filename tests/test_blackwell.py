@@ -519,6 +519,16 @@ def test_exports_carry_the_kernel(name, where, recipe, without_code, monkeypatch
 
 
 @executed
+def test_exports_carry_the_dense_kernel_of_jax(without_code, monkeypatch):
+    monkeypatch.setenv("JAX_MX_ARCHS", "sm_100f")
+    monkeypatch.setattr(store, "exported", lambda chips: ["sm_100"])
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 384)))
+    product = jax.jit(lambda x, w: jax_mx.matmul(x, w, implementation="blackwell"))
+    how = {"platforms": ("cuda",), "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    assert "@mosaic_gpu_v2" in jax.export.export(product, **how)(x, w).mlir_module()
+
+
+@executed
 @pytest.mark.sampled(3, 2)
 @pytest.mark.parametrize("lies", ["rows", "floats", "tiles"])
 def test_a_device_computes_its_columns(lies):
