@@ -246,10 +246,10 @@ class Served(Support):
     reads_floats: bool = False
 
 
-def refused(name: str, contraction: Contraction, why: str) -> Served:
+def refused(name: str, contraction: Contraction, why: str, advice: str = "") -> Served:
     """The answer of an implementation that does not serve, and what does."""
     instead = "use implementation=None or 'dequantize'"
-    return Served(name, refusal=Refusal(contraction.op, f"{name!r} {why}", instead=instead))
+    return Served(name, refusal=Refusal(contraction.op, f"{name!r} {why}", advice, instead))
 
 
 def contraction_of(tree: Any, leaves: Sequence[Any], numbers: Numbers) -> Contraction:

@@ -142,7 +142,8 @@ def _lower(platform: str | None, ctx: Any, *leaves: Any, tree: Any, numbers: Num
     splitting = splitting_of(abstract, target)
     abstract = splitting.contraction
     served = decide(abstract, target)
-    with targets.pallas_lowers_for(chips_of(target) if target.carries else (), ctx) as ctx:
+    carries = target.carries and IMPLEMENTATIONS[served.implementation].is_pallas
+    with targets.pallas_lowers_for(chips_of(target) if carries else (), ctx) as ctx:
         if splitting.is_shared_by(served):
             return splitting.call(ctx, leaves, served, target)
         return _lower_alone(ctx, leaves, tree, numbers, splitting, served)

@@ -128,8 +128,11 @@ def _obstacle(contraction: Contraction, target: Target) -> str:
     sides = (contraction.lhs, contraction.rhs)
     if any(0 in x.shape for x in sides):
         return "has no elements to split"
-    if any(isinstance(x, MXArray) and x.scale_layout.is_tiled for x in sides):
-        return "has scales in tiles"
+    tiled = [x for x in sides if isinstance(x, MXArray) and x.scale_layout.is_tiled]
+    if any(len(x.block) == 2 or x.axis not in (-2, -1) for x in tiled):
+        return "has tiles of scales of square blocks, or along a dimension before the last two"
+    if any(isinstance(x, MXArray) and x.value_layout.is_tiled for x in sides):
+        return "has codes in tiles"
     return partition.obstacle(target, jax.tree.leaves((*sides, contraction.sizes)))
 
 
@@ -152,7 +155,7 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
         name: n // units[name] if n % units[name] == 0 and name not in whole else 1
         for name, n in lengths.items()
     }
-    operands = [names for x, names in zip(sides, factors, strict=True) for _ in jax.tree.leaves(x)]
+    operands = [dims for x, names in zip(sides, factors, strict=True) for dims in _dims(x, names)]
     operands += [("g",)] * len(jax.tree.leaves(contraction.sizes))
     unread = len(jax.tree.leaves(contraction.like))
     lead = [f"b{i}" for i in range(len(numbers.batch[0]))] + ["g"] * (numbers.groups == SUMS)
@@ -164,12 +167,20 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
     return rule._replace(named=_named(rule, contraction), equal=_equal(rule, sides))
 
 
+def _dims(x: Any, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The factors of an operand's arrays: codes, scales; a tile of scales stays whole."""
+    if not isinstance(x, MXArray):
+        return [names] * len(jax.tree.leaves(x))
+    turned = (*names[:-2], names[-1], names[-2]) if x.axis == -2 else names
+    return [names, (*turned, "") if x.scale_layout.is_tiled else names]
+
+
 def _equal(rule: Rule, sides: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
     """For each operand the factors along which its elements are equal: scales along a row."""
     equal: list[tuple[str, ...]] = []
     for x in sides:
         dims = rule.operands[len(equal)]
-        is_row = isinstance(x, MXArray) and x.window == ROW
+        is_row = isinstance(x, MXArray) and x.window == ROW and not x.scale_layout.is_tiled
         equal += [(), (dims[x.axis],) if is_row else ()] if isinstance(x, MXArray) else [()]
     return (*equal, *[()] * (len(rule.operands) - len(equal)))
 
@@ -221,8 +232,11 @@ def _units(x: Any) -> list[int]:
     if isinstance(x, MXArray):
         rows, length = lengths_of(x.window)
         axes = [(-2, max(rows, BLOCK)), (-1, length)] if len(x.block) == 2 else [(x.axis, length)]
+        if x.scale_layout.is_tiled:
+            rows, blocks = x.scale_layout.pad
+            axes += [(x.axis, blocks * BLOCK), (-3 - x.axis, rows)]
         for axis, unit in axes:
-            units[axis] = unit
+            units[axis] = math.lcm(units[axis], unit)
     return units
 
 
