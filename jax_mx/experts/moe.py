@@ -299,7 +299,7 @@ class Slots(Moves):
         self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
     ) -> tuple[Any, SlotPlace]:
         """See `Moves`."""
-        tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False))
+        tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False), moves=True)
         rows, (experts, weights) = routing.tokens(tokens), routing.choices(given.weights)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots
         groups = Groups.from_experts(experts, routing.own, align=align, most=routing.most)
@@ -317,7 +317,7 @@ class Slots(Moves):
     ) -> Unquantized:
         """See `Moves`."""
         how: dict[str, Any] = {"name": "gradient", "frozen": (weight is None, False)}
-        alone = Unquantized(dy, recipe, wanted=(True, False), **how)
+        alone = Unquantized(dy, recipe, wanted=(True, False), moves=True, **how)
         rows = place.trip.tokens(alone)
         request, wanted = Moved if isinstance(rows, MXArray) else Unquantized, weight is not None
         return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **how)

@@ -48,6 +48,7 @@ class Numbers:
       implementation: the one that the caller insists on, or None.
       chosen: what the recipe "auto" became; None where the caller passed another.
       over_rows: whether it sums over rows, as the gradient of a weight does.
+      moved: the dtype in which sums of devices' parts move, where that is not the result's.
     """
 
     contracting: tuple[Dims, Dims]
@@ -60,6 +61,7 @@ class Numbers:
     implementation: str | None = None
     chosen: Any = None
     over_rows: bool = False
+    moved: np.dtype | None = None
 
     @property
     def dimensions(self) -> tuple[tuple[Dims, Dims], tuple[Dims, Dims]]:
@@ -244,10 +246,10 @@ class Served(Support):
     reads_floats: bool = False
 
 
-def refused(name: str, contraction: Contraction, why: str) -> Served:
+def refused(name: str, contraction: Contraction, why: str, advice: str = "") -> Served:
     """The answer of an implementation that does not serve, and what does."""
     instead = "use implementation=None or 'dequantize'"
-    return Served(name, refusal=Refusal(contraction.op, f"{name!r} {why}", instead=instead))
+    return Served(name, refusal=Refusal(contraction.op, f"{name!r} {why}", advice, instead))
 
 
 def contraction_of(tree: Any, leaves: Sequence[Any], numbers: Numbers) -> Contraction:

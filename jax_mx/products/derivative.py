@@ -277,6 +277,8 @@ class Static(NamedTuple):
         order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
         summed = len(layout.lhs.free_out) - 1
         how: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
+        if self.dtype.itemsize < rhs.dtype.itemsize:  # half the bytes, as of a bfloat16 weight
+            how["moved"] = self.dtype
         if like is not None:
             how["like"] = (*like, -1 if layout.rhs.swapped else -2)
         return self.multiplication(*order, rhs.dtype, **how)
