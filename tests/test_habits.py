@@ -407,6 +407,28 @@ def test_training_resumes_bit_for_bit(recipe, tmp_path):
 
 @in_checkout
 @pytest.mark.thorough
+def test_training_on_more_devices_is_that_on_one(tmp_path):
+    """The same rows on 1, 2 and 4 devices: the same losses, but for the order of sums."""
+    code = """
+        import json, os, runpy
+        from rich.progress import Progress
+        os.chdir(sys.argv[3])
+        train = runpy.run_path(sys.argv[2])["train"]
+        with Progress(disable=True) as bars:
+            print(json.dumps(train("mxfp8", 3, False, bars)))
+    """
+    losses, example = [], str(ROOT / "examples/train_moe.py")
+    for n in (1, 2, 4):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        (out,) = on_eight(code, example, str(folder), devices=n)
+        losses.append(json.loads(out.splitlines()[-1]))
+    assert losses[0][2] < losses[0][1] < losses[0][0]
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=2e-3)
+
+
+@in_checkout
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name, tmp_path):
     """As their first lines say, shorter; those of several devices on eight."""
