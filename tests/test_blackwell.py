@@ -545,7 +545,7 @@ def test_a_device_computes_its_columns(lies):
     shared = splitting.splitting_of(Contraction(OF_ROWS, *like), target)
     served = decided(shared.contraction, "cuda", ["sm_100"]).served
     assert served.implementation == "tcgen05" and shared.is_shared_by(served)
-    parameters = json.loads(json.dumps(splitting.parameters_of(shared, served)))
+    parameters = json.loads(json.dumps(splitting.parameters_of(shared, served, target)))
     local = partition.SHARDS[splitting.NAME](
         parameters, partition.Split({"a": 2}, {"n0": ("a",)}, {})
     )

@@ -68,3 +68,47 @@ def test_beside_codes():
 @pytest.mark.parametrize("codes", [False, True])
 def test_of_kernels(dtype, codes):
     check(dtype, codes)
+
+
+# ---- products ---
+WAYS = {  # by implementation: a recipe for it, and what else it wants
+    "xla": jax_mx.MXFP8,
+    "dequantize": jax_mx.MXFP8,
+    "fp8": jax_mx.MXFP8_ROWS,
+    "cutedsl": jax_mx.MXFP8_WINDOWS,
+}
+
+
+def check_product(dtype, way, record=lambda *_: None):
+    """NaN where an operand's row or column has one, and nowhere else; each quiet, of any bits."""
+    x, w = np.ones((64, 256), np.float32), np.ones((256, 48), np.float32)
+    x[3, 7], x[9, 100], w[200, 5] = np.nan, -np.nan, np.inf
+    rows, columns = np.isin(np.arange(64), [3, 9]), np.arange(48) == 5
+    x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+    how = {"recipe": WAYS[way], "implementation": way}
+    sizes = jnp.array([40, 24], jnp.int32)
+    products = {
+        "matmul": lambda x, w: jax_mx.matmul(x, w, **how),
+        "ragged_dot": lambda x, w: jax_mx.ragged_dot(x, jnp.stack([w, w]), sizes, **how),
+    }
+    for name in products if way != "fp8" else ("matmul",):
+        y = np.asarray(jax.jit(products[name])(x, w))
+        must = rows[:, None] | columns
+        np.testing.assert_array_equal(np.isnan(y.astype(np.float32)), must, name)
+        assert (y[~must] == 256).all()
+        seen = y.view(f"u{y.dtype.itemsize}")[must]
+        quiet = int(np.array(np.nan, y.dtype).view(seen.dtype))
+        assert (seen & quiet == quiet).all(), name
+        record(name, sorted({*map(hex, seen.tolist())}))
+
+
+@pytest.mark.parametrize(("dtype", "way"), [("bfloat16", "dequantize"), ("float32", "xla")])
+def test_of_products(dtype, way):
+    check_product(dtype, way)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("way", WAYS)
+def test_of_products_on_a_gpu(dtype, way, record_property):
+    check_product(dtype, way, record_property)

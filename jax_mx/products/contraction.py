@@ -48,6 +48,7 @@ class Numbers:
       implementation: the one that the caller insists on, or None.
       chosen: what the recipe "auto" became; None where the caller passed another.
       over_rows: whether it sums over rows, as the gradient of a weight does.
+      moved: the dtype in which sums of devices' parts move, where that is not the result's.
     """
 
     contracting: tuple[Dims, Dims]
@@ -60,6 +61,7 @@ class Numbers:
     implementation: str | None = None
     chosen: Any = None
     over_rows: bool = False
+    moved: np.dtype | None = None
 
     @property
     def dimensions(self) -> tuple[tuple[Dims, Dims], tuple[Dims, Dims]]:

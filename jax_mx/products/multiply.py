@@ -214,6 +214,7 @@ class Multiplication(NamedTuple):
       implementation: see `Numbers`.
       chosen: see `Numbers`.
       over_rows: see `Numbers`.
+      moved: see `Numbers`.
     """
 
     lhs: tuple[int, int]
@@ -229,6 +230,7 @@ class Multiplication(NamedTuple):
     implementation: str | None = None
     chosen: Any = None
     over_rows: bool = False
+    moved: np.dtype | None = None
 
     def of(self, forms: Sequence[Any], sizes: Any) -> Contraction:
         """The contraction of two of the operands' forms."""
@@ -258,6 +260,7 @@ class Multiplication(NamedTuple):
             self.implementation,
             self.chosen,
             self.over_rows,
+            self.moved,
         )
         contraction = Contraction(numbers, a.array, b.array, sizes if self.groups else None)
         if self.like is None or not (mesh.empty or mesh.are_all_axes_auto):

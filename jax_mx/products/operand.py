@@ -385,10 +385,11 @@ class Unquantized:
         return layout_for_trace(None if is_made else self.x)
 
     def _floats(self, x: jax.Array) -> jax.Array:
-        """In bfloat16 what `quantize` would quantize."""
+        """What `quantize` would quantize, in bfloat16 unless the recipe leaves floats."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
         own = self.activation.own if self.has_sums else self.activation
-        return (x if own is None else made("quantize", x, own)).astype(jnp.bfloat16)
+        x = x if own is None else made("quantize", x, own)
+        return x.astype(jnp.bfloat16) if self.recipe.rounds else x
 
     def _sums_with(self, parts: list[_Part]) -> bool:
         """Whether one call gives both forms and the sums."""

@@ -27,7 +27,9 @@ from jax_mx.lowering.plan import ProductPlan, described, plan_in
 from jax_mx.lowering.targets import Target
 from jax_mx.ops import metadata
 from jax_mx.ops.mxarray import MXArray
+from jax_mx.products import kernel_plans, kernels
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
+from jax_mx.products.decide import chips_of
 from jax_mx.products.implementations import IMPLEMENTATIONS
 
 NAME = "product"
@@ -71,7 +73,7 @@ class Splitting(NamedTuple):
     ) -> Sequence[Any]:
         """Emits the call that XLA splits; of MLIR values."""
         assert self.rule is not None
-        parameters = parameters_of(self, served)
+        parameters = parameters_of(self, served, target)
         return partition.call(ctx, NAME, parameters, self.rule, leaves, target)
 
 
@@ -239,7 +241,7 @@ def _units(x: Any) -> list[int]:
 
 
 # ---- what a device computes ---
-def parameters_of(splitting: Splitting, served: Served) -> dict[str, Any]:
+def parameters_of(splitting: Splitting, served: Served, target: Target) -> dict[str, Any]:
     """A contraction, and what serves it, as JSON has them."""
     contraction, windows = splitting.contraction, splitting.windows
     numbers = contraction.numbers
@@ -251,6 +253,7 @@ def parameters_of(splitting: Splitting, served: Served) -> dict[str, Any]:
             numbers.groups,
             numbers.align,
             numbers.exact,
+            None if numbers.moved is None else numbers.moved.name,
         ],
         "operands": [
             metadata.described(metadata.fields_of(x)) if isinstance(x, MXArray) else None
@@ -259,22 +262,34 @@ def parameters_of(splitting: Splitting, served: Served) -> dict[str, Any]:
         "implementation": served.implementation,
         "plan": None if served.plan is None else described(served.plan),
         "windows": windows,
+        "parted": windows == 1 and kernels.reads_parts(contraction, served, chips_of(target)),
     }
 
 
-@partition.of_shards(NAME)
+def _in_parts(parameters: Mapping[str, Any], number: int, parts: Sequence[int]) -> bool:
+    """Whether an operand is codes of rhs that a kernel reads in these parts: the third leaf is."""
+    return number == 2 and parameters.get("parted", False) and kernels.may_be_parts(parts)
+
+
+@partition.of_shards(NAME, _in_parts)
 def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     """A device's part of a product, of a part of its operands."""
-    contracting, batch, dtype, groups, align, exact = parameters["numbers"]
+    contracting, batch, dtype, groups, align, exact, moved = parameters["numbers"]
     pairs: Any = [tuple(map(tuple, pair)) for pair in (contracting, batch)]
     numbers = Numbers(pairs[0], pairs[1], jnp.dtype(dtype), groups, align, exact)
     plan = None if parameters["plan"] is None else plan_in(parameters["plan"])
     assert plan is None or isinstance(plan, ProductPlan)
+    if moved is not None and any(split.of(factor) > 1 for factor in _summed(numbers)):
+        numbers = dataclasses.replace(numbers, dtype=jnp.dtype(moved))
+        plan = None if plan is None else dataclasses.replace(plan, dtype=numbers.dtype)
     served = Served(parameters["implementation"], plan=plan)
     windows = parameters["windows"]
     count = 1 if windows == 1 else windows // split.of(_summed(numbers)[-1])
 
     def run(*leaves: jax.Array) -> list[jax.Array]:
+        if parameters.get("parted") and leaves[2].ndim > leaves[3].ndim:
+            assert plan is not None
+            return [kernel_plans.by_parts(plan, *leaves)]
         rest, sides = iter(leaves), list[Any]()
         for fields in parameters["operands"]:
             if fields is None:
