@@ -10,9 +10,9 @@ A product is tiles, and a core computes one after the other. A tile takes at lea
 
 The product takes at least as many of these as the busiest core has tiles, and at least the time in
 which memory moves operands, scales and result once. A pass before it, of operands that are no whole
-`units`, and one behind it, of such a result, come on top: "padding". All that is left out makes a real product
-slower: a tile's beginning and end, waiting, clocks below the highest, skewed groups. "of" says
-which of the three bounds it.
+`units`, and one behind it, of such a result, come on top: "padding". All that is left out makes a
+real product slower: a tile's beginning and end, waiting, clocks below the highest, skewed groups.
+"of" says which of the three bounds it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,15 @@ CORES: Mapping[str, Cores] = {
     "B200": Cores(148, 1.965, 8.0, {MXFP8_E4M3: 4.5, MXFP4_E2M1: 9.0}, Tile(128, 256)),
     "B300": Cores(148, 1.965, 8.0, {MXFP8_E4M3: 4.5, MXFP4_E2M1: 13.5}, Tile(128, 256)),
     # Of four waves, two have the same rows, and two the same columns.
-    "MI355X": Cores(256, 2.4, 8.0, {MXFP8_E4M3: 5.03, MXFP4_E2M1: 10.07}, Tile(128, 128), reads=2, units=(1, 1, 1)),
+    "MI355X": Cores(
+        256,
+        2.4,
+        8.0,
+        {MXFP8_E4M3: 5.03, MXFP4_E2M1: 10.07},
+        Tile(128, 128),
+        reads=2,
+        units=(1, 1, 1),
+    ),
 }
 
 

@@ -165,7 +165,7 @@ def test_no_nan_leaves_its_group(variant, arch):
 
 @binaries
 def test_extreme_scales(variant, arch):
-    """2^-127, which makes subnormal floats, times 2^126, and times 2^-3, whose sums are subnormal."""
+    """2^-127, which makes subnormal floats, times 2^126; times 2^-3 sums are subnormal."""
     sizes = [96] if variant.op == "wgrad_fp8" else None
     for scale in (253, 124):
 

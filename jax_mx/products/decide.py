@@ -78,13 +78,25 @@ def decided(contraction: Contraction, platform: str, chips: Sequence[str]) -> De
             return Decision(served, by, tuple(passed))
         why = f"{name!r} is no implementation here" if served is None else served.reason
         passed.append(f"{by} names {name!r} for {key_of(contraction, chips[0])}, but {why}")
-    for row in rows.values():  # the first that is preferred and serves
+    preferred = [*_preferred(contraction, platform, chips)]
+    for refusal in (served.refusal for served in preferred[:-1]):
+        if refusal is not None and refusal.advice:
+            passed.append(f"{refusal.call}: {refusal.why}; {refusal.advice}.")
+    return Decision(preferred[-1], "rule", tuple(passed))
+
+
+def by_rule(contraction: Contraction, platform: str, chips: Sequence[str]) -> Served:
+    """The first of the table that is preferred and serves, where nobody names or measured one."""
+    return [*_preferred(contraction, platform, chips)][-1]
+
+
+def _preferred(contraction: Contraction, platform: str, chips: Sequence[str]) -> Iterator[Served]:
+    """The answers of what is preferred, up to the first that serves."""
+    for row in _here(contraction.op, platform).values():
         if row.preferred(contraction, platform, chips):
-            if served := row.support(contraction, chips):
-                return Decision(served, "rule", tuple(passed))
-            if (refusal := served.refusal) and refusal.advice:
-                passed.append(f"{refusal.call}: {refusal.why}; {refusal.advice}.")
-    raise AssertionError("'xla' serves all")
+            yield (served := row.support(contraction, chips))
+            if served:
+                return
 
 
 def candidates(contraction: Contraction, platform: str, chips: Sequence[str]) -> list[Served]:

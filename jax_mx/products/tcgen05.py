@@ -97,7 +97,7 @@ def _codes(contraction: Contraction) -> str:
 
 def _floats(contraction: Contraction) -> str:
     """Why it does not multiply floats, over groups; empty where it does."""
-    numbers, sides = contraction.numbers, (contraction.lhs, contraction.rhs)
+    sides = (contraction.lhs, contraction.rhs)
     dtypes = {jnp.dtype(jnp.bfloat16) if isinstance(x, MXArray) else x.dtype for x in sides}
     if len(dtypes) > 1 or not dtypes <= {*map(jnp.dtype, _FLOATS)}:
         return "takes floats of one dtype, bfloat16 or float16"
@@ -149,7 +149,8 @@ def _apart(contraction: Contraction) -> Contraction:
         floats = floats_of(x) if isinstance(x, MXArray) else x
         sides.append(rows_of(floats if axis == -2 else floats.mT, groups.rows))
     numbers = dataclasses.replace(contraction.numbers, contracting=((0,), (0,)), align=BLOCK)
-    return Contraction(numbers, *sides, groups.sizes)
+    lhs, rhs = sides
+    return Contraction(numbers, lhs, rhs, groups.sizes)
 
 
 def _order(x: Any, contracting: Dims, batch: Dims) -> list[int]:
