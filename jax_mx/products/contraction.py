@@ -48,6 +48,7 @@ class Numbers:
       implementation: the one that the caller insists on, or None.
       chosen: what the recipe "auto" became; None where the caller passed another.
       over_rows: whether it sums over rows, as the gradient of a weight does.
+      caller: the public function that names the implementation, for its refusal; else "".
     """
 
     contracting: tuple[Dims, Dims]
@@ -60,6 +61,7 @@ class Numbers:
     implementation: str | None = None
     chosen: Any = None
     over_rows: bool = False
+    caller: str = ""
 
     @property
     def dimensions(self) -> tuple[tuple[Dims, Dims], tuple[Dims, Dims]]:
@@ -110,7 +112,7 @@ class Contraction:
     @property
     def name(self) -> str:
         """Its name in messages."""
-        return self.op
+        return self.numbers.caller or self.op
 
     @property
     def implementation(self) -> str | None:
@@ -247,7 +249,7 @@ class Served(Support):
 def refused(name: str, contraction: Contraction, why: str) -> Served:
     """The answer of an implementation that does not serve, and what does."""
     instead = "use implementation=None or 'dequantize'"
-    return Served(name, refusal=Refusal(contraction.op, f"{name!r} {why}", instead=instead))
+    return Served(name, refusal=Refusal(contraction.name, f"{name!r} {why}", instead=instead))
 
 
 def contraction_of(tree: Any, leaves: Sequence[Any], numbers: Numbers) -> Contraction:

@@ -213,6 +213,7 @@ class Multiplication(NamedTuple):
       implementation: see `Numbers`.
       chosen: see `Numbers`.
       over_rows: see `Numbers`.
+      caller: see `Numbers`.
     """
 
     lhs: tuple[int, int]
@@ -228,6 +229,7 @@ class Multiplication(NamedTuple):
     implementation: str | None = None
     chosen: Any = None
     over_rows: bool = False
+    caller: str = ""
 
     def of(self, forms: Sequence[Any], sizes: Any) -> Contraction:
         """The contraction of two of the operands' forms."""
@@ -257,6 +259,7 @@ class Multiplication(NamedTuple):
             self.implementation,
             self.chosen,
             self.over_rows,
+            self.caller,
         )
         contraction = Contraction(numbers, a.array, b.array, sizes if self.groups else None)
         if self.like is None or not (mesh.empty or mesh.are_all_axes_auto):
