@@ -4,7 +4,7 @@
 
 A run that is cut off keeps the ways that it has done; the same command goes on with the others.
 
-The model is that of `python -m benchmarks step`, of 152 M parameters by default, and its ways are
+The model is that of `python -m benchmarks step`, of 202 M parameters by default, and its ways are
 those. It learns bytes of text that every machine with Python has: sources and documents of the
 standard library and of installed packages. All ways see the same bytes in the same order and begin
 with the same weights; every fiftieth file is held out. A row has the mean training loss of each
@@ -32,7 +32,7 @@ from benchmarks.llama import Model, Sizes, State, Way
 from benchmarks.runner import Args, Case, Row
 from benchmarks.step import PEERS, lowered, ways
 
-SIZES = Sizes(layers=9, width=1024, inner=4096, heads=8, kv_heads=8, vocabulary=256)
+SIZES = Sizes(layers=3, width=2048, inner=8192, heads=16, kv_heads=16, vocabulary=256)
 TINY = Sizes(layers=1, width=64, inner=64, heads=1, kv_heads=1, head=64, vocabulary=256)
 EVERY = 50  # steps between two points of a curve
 USUAL = ("bf16", "auto", "mxfp8", *PEERS)  # without --ways
@@ -99,7 +99,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--steps", type=int, default=2000)
     add("--batch", type=int, default=8)
     add("--length", type=int, default=1024)
-    add("--rate", type=float, default=6e-4, help="AdamW's largest")
+    add("--rate", type=float, default=3e-4, help="AdamW's largest")
     add("--seed", type=int, default=0, help="of weights and of what is read when")
     add("--attention", choices=("cudnn", "xla"), help="by default cudnn on a GPU")
     add("--resume", action="store_true", help="take rows that FILE of --json has already")

@@ -9,7 +9,8 @@ A product is tiles, and a core computes one after the other. A tile takes at lea
   once each, on AMD twice. Copies into shared memory come on top and are left out.
 
 The product takes at least as many of these as the busiest core has tiles, and at least the time in
-which memory moves operands, scales and result once. All that is left out makes a real product
+which memory moves operands, scales and result once. A pass before it, of operands that are no whole
+`units`, and one behind it, of such a result, come on top: "padding". All that is left out makes a real product
 slower: a tile's beginning and end, waiting, clocks below the highest, skewed groups. "of" says
 which of the three bounds it.
 """
@@ -45,6 +46,8 @@ class Cores:
       petaflops: of each format, dense, by the data sheet.
       tile: of the kernel.
       reads: how many times shared memory gives each row and column of a tile.
+      units: rows of operands, columns of the result, and bytes along K, of which the kernel takes
+        whole ones; a pass puts zeros behind others.
     """
 
     cores: int
@@ -53,6 +56,7 @@ class Cores:
     petaflops: Mapping[Format, float]
     tile: Tile
     reads: int = 1
+    units: tuple[int, int, int] = (8, 32, 128)  # see products/tcgen05_kernel.py
 
 
 # Without sparsity. NVIDIA's HGX page has PFLOPS of eight GPUs: FP8 72 with sparsity, which is twice
@@ -63,7 +67,15 @@ CORES: Mapping[str, Cores] = {
     "B200": Cores(148, 1.965, 8.0, {MXFP8_E4M3: 4.5, MXFP4_E2M1: 9.0}, Tile(128, 256)),
     "B300": Cores(148, 1.965, 8.0, {MXFP8_E4M3: 4.5, MXFP4_E2M1: 13.5}, Tile(128, 256)),
     # Of four waves, two have the same rows, and two the same columns.
-    "MI355X": Cores(256, 2.4, 8.0, {MXFP8_E4M3: 5.03, MXFP4_E2M1: 10.07}, Tile(128, 128), reads=2),
+    "MI355X": Cores(
+        256,
+        2.4,
+        8.0,
+        {MXFP8_E4M3: 5.03, MXFP4_E2M1: 10.07},
+        Tile(128, 128),
+        reads=2,
+        units=(1, 1, 1),
+    ),
 }
 
 
@@ -73,6 +85,23 @@ def clocks(chip: str, format: Format, tile: Tile) -> tuple[float, float]:
     flop = core.petaflops[format] * 1e15 / core.cores / (core.ghz * 1e9)  # a core's, a clock
     read = core.reads * (tile.rows + tile.columns) * format.bits / 8 / SHARED
     return 2 * tile.rows * tile.columns / flop, read
+
+
+def padding(core: Cores, format: Format, rows: int, columns: Sequence[int], sums: int) -> float:
+    """Bytes that passes before and behind a product read and write.
+
+    Args:
+      core: of the chip.
+      format: of both operands.
+      rows: of one operand.
+      columns: rows of the other operand, matrix by matrix.
+      sums: the length of a row.
+    """
+    unit, across, depth = core.units[0], core.units[1], core.units[2] * 8 // format.bits
+    is_long = sums > depth and sums % depth > 0
+    lengths = [n for n in (rows, *columns) if n % unit or is_long]
+    result = 2 * rows * columns[0] if rows % unit or columns[0] % across else 0
+    return 2 * (sum(lengths) * sums * format.bits / 8 + result)
 
 
 def bound(chip: str, case: Multiplied, format: Format) -> Row:
@@ -93,8 +122,9 @@ def bound(chip: str, case: Multiplied, format: Format) -> Row:
         "memory": moved / core.tb_per_s / 1e6,
     }
     of = max(times, key=times.__getitem__)
-    us, flop = times[of], 2.0 * case.rows * case.k * case.n
-    row = {name: round(time, 2) for name, time in times.items()}
+    passes = padding(core, format, rows, [columns] * matrices, sums) / core.tb_per_s / 1e6
+    us, flop = times[of] + passes, 2.0 * case.rows * case.k * case.n
+    row = {name: round(time, 2) for name, time in (times | {"padding": passes}).items()}
     return row | {"us at least": round(us, 2), "of": of, "tflops at most": round(flop / us / 1e6)}
 
 

@@ -93,7 +93,8 @@ def _teach() -> None:
     def seeing(changes, call, *args):
         own.seen = _Seen(memory(), changes)
         try:
-            return call(*args)
+            with np.errstate(invalid="ignore"):  # infinity times zero
+                return call(*args)
         finally:
             own.seen = None
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import assert_equal, changed, floats, integers, wanted
+from exact import assert_equal, assert_equal_or_flushed, changed, floats, integers, wanted
 
 import jax_mx
 from jax_mx.facts.chips import ARCHS
@@ -149,12 +149,14 @@ def test_groups_begin_anywhere(variant, arch):
 
 @binaries
 def test_no_nan_leaves_its_group(variant, arch):
-    """Scales of 255 and codes that are NaN; of the last block, too."""
+    """Scales of 255, of the last block, too, and codes that are NaN or infinite."""
 
     def edit(x, w):
         lead = (0,) * (w.ndim - 2)
         w = changed(w, scales=[((*lead, 3, 0), 255), ((*lead, 3, -1), 255)])
-        return changed(x, scales=[((2, 0), 255), ((4, -1), 255)]), w
+        codes = [((6, 40), 0x7F)] * (x.format != MXFP4_E2M1)
+        codes += [((8, 40), 0x7C)] * (x.format == MXFP8_E5M2)
+        return changed(x, codes=codes, scales=[((2, 0), 255), ((4, -1), 255)]), w
 
     sizes = [100, 0, 7, 300, 50] if variant.op == "wgrad_fp8" else [3, 0, 60, 50]
     shape = (20, 33, 544) if variant.op == "wgrad_fp8" else (130, 33, 160)
@@ -163,14 +165,16 @@ def test_no_nan_leaves_its_group(variant, arch):
 
 @binaries
 def test_extreme_scales(variant, arch):
-    """2^-127, which makes subnormal floats, times 2^126."""
-
-    def edit(x, w):
-        x = changed(x, scales=[((slice(None), slice(None)), 0)])
-        return x, changed(w, scales=[((slice(None), slice(None)), 253)])
-
+    """2^-127, which makes subnormal floats, times 2^126, and times 2^-3, whose sums are subnormal."""
     sizes = [96] if variant.op == "wgrad_fp8" else None
-    compare(variant, arch, (20, 33, 96), sizes, edit=edit)
+    for scale in (253, 124):
+
+        def edit(x, w, scale=scale):
+            x = changed(x, scales=[((slice(None), slice(None)), 0)])
+            return x, changed(w, scales=[((slice(None), slice(None)), scale)])
+
+        program, want = exact_product(variant, arch, (20, 33, 96), sizes, edit=edit)
+        assert_equal_or_flushed(program.y(), want, f"{scale}")
 
 
 @pytest.mark.sampled(2)

@@ -893,7 +893,10 @@ def test_the_bound_of_products():
     dense = product_model.bound("B200", products.PRODUCTS[0], fp8)
     # 2048 tiles on 148 cores: 14 after each other, of 7168 elements.
     assert dense["us at least"] == pytest.approx(14 * 7168 * 4.2352 / 1965, abs=0.02)
-    assert dense["of"] == "matrix cores"
+    assert (dense["of"], dense["padding"]) == ("matrix cores", 0)
+    # An operand of 1001 x 250 and its result of 16 columns are copied, the other one of 16 rows, too.
+    passes = product_model.padding(product_model.CORES["B200"], fp8, 1001, [16], 250)
+    assert passes == 2 * (1001 * 250 + 16 * 250 + 2 * 1001 * 16)
     assert runner.run(["product_model"]) == 0
 
 

@@ -317,27 +317,44 @@ MODELS = {
     "einsum": f"{EXPERTS} megablox=False sparse_matmul=False",
 }
 WAYS = {"class": "", "qwix": "quantization=fp8_full use_qwix_quantization=True"}
+# The shapes of weights, as they reach our products.
+WATCHED = """
+import runpy
+from jax_mx.products import dot_general, ragged_dot
+
+def watched(plain):
+    def planned(op, lhs, rhs, *args):
+        print("in MX:", *rhs.shape)
+        return plain(op, lhs, rhs, *args)
+    return planned
+
+for module in (dot_general, ragged_dot):
+    module.planned = watched(module.planned)
+runpy.run_module("jax_mx.adapters.maxtext", run_name="__main__", alter_sys=True)
+"""
 
 
 @functools.cache
 def maxtext(command, options, folder):
-    """The losses of MaxText's trainer, on eight devices."""
+    """The losses of MaxText's trainer, on eight devices; and what was in MX."""
     spec: Any = find_spec("maxtext")
     config = Path(spec.submodule_search_locations[0]) / "configs" / "base.yml"
-    arguments = [*command.split(), config, *SIZES.split(), *options.split()]
+    arguments = [*command, config, *SIZES.split(), *options.split()]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     arguments.append(f"base_output_directory={folder}")
     done = subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         capture_output=True,
         text=True,
         env=environment,
     )
     assert not done.returncode, done.stderr[-3000:]
-    return [float(loss) for loss in re.findall(r"step: \d+.*?, loss: ([\d.]+)", done.stderr)]
+    shapes = re.findall(r"in MX: ([\d ]+)", done.stdout)
+    losses = re.findall(r"step: \d+.*?, loss: ([\d.]+)", done.stderr)
+    return [*map(float, losses)], {tuple(map(int, shape.split())) for shape in shapes}
 
 
 @client("maxtext")
@@ -346,7 +363,10 @@ def maxtext(command, options, folder):
 def test_maxtext(model, way, tmp_path_factory):
     folder = str(tmp_path_factory.getbasetemp() / "maxtext")
     options = f"{MODELS[model]} {WAYS[way]}"
-    got = maxtext("jax_mx.adapters.maxtext mxfp8", options, folder)
-    want = maxtext("maxtext.trainers.pre_train.train", MODELS[model], folder)
+    got, in_mx = maxtext(("-c", WATCHED, "mxfp8"), options, folder)
+    want, _ = maxtext(("-m", "maxtext.trainers.pre_train.train"), MODELS[model], folder)
     assert len(got) == 5
     assert_alike(got, want)
+    router, logits, queries, up = (128, 4), (128, 512), (128, 4, 32), (128, 256)
+    assert queries in in_mx and not {router, logits, logits[::-1]} & in_mx
+    assert (up if model == "dense" else (4, *up)) in in_mx

@@ -71,6 +71,47 @@ def test_can():
         assert not can and sentence in why_not
 
 
+@pytest.mark.parametrize("op", [pytest.param("mlp", marks=pytest.mark.thorough), "moe"])
+def test_floats_of_a_layer_stay_as_they_are(op):
+    """Rounded to bfloat16, it is off by 5e-3. Weights may be MX, or quantized by any recipe."""
+    keys = jax.random.split(jax.random.key(2), 3)
+    x, up, down = (jax.random.normal(k, s) / 8 for k, s in zip(
+        keys, ((24, 64), (2, 64, 192), (2, 96, 32)), strict=True))  # fmt: skip
+    if op == "moe":
+        down = jnp.concatenate([down, down], -1)
+    experts, shares = jnp.arange(24)[:, None] % 2, jnp.full((24, 1), 0.5)
+
+    def plain(x, up, down):
+        y = []
+        for one, two in zip(up, down, strict=True):
+            gate, own = jnp.split(jnp.dot(x, one, precision="highest"), 2, -1)
+            y.append(jnp.dot(jax.nn.silu(gate) * own, two, precision="highest"))
+        return y[0] if op == "mlp" else jnp.where(experts == 0, *y) * shares
+
+    @jax.jit
+    def ours(x, up, down):
+        if op == "mlp":
+            return jax_mx.mlp(x, up[0], down[0], recipe="floats")
+        return jax_mx.moe(x, experts, shares, up, down, recipe="floats")
+
+    def both(f):
+        y, pull = jax.vjp(f, x, up, down)
+        return y, *pull(jnp.cos(y))
+
+    def off(got, want):
+        pairs = zip(*map(jax.tree.leaves, (got, want)), strict=True)
+        return max(jnp.abs(a - b).max() / jnp.abs(b).max() for a, b in pairs)
+
+    got, want = (jax.jit(lambda f=f: both(f))() for f in (ours, plain))
+    assert off(got, want) < 1e-5
+    q = jax_mx.quantize(up.swapaxes(1, 2))
+    floats = q.dequantize(jnp.float32).swapaxes(1, 2)
+    assert off(ours(x, q, down), plain(x, floats, down)) < 1e-5
+    how = {"contracting": 1, "batch": 0} if op == "moe" else {"contracting": 0}
+    weight = jax_mx.MXFP8.quantize_weight(up if op == "moe" else up[0], **how)
+    assert off(ours(x, weight if op == "moe" else [weight], down), want[0]) < 1e-5
+
+
 def test_fallback_does_not_hide_what_is_wrong():
     frozen = jax_mx.quantize(W[:64], axis=1)
     three = (X, W, W.T)
@@ -94,6 +135,15 @@ def test_mixed_types_as_jnp(types):
     np.testing.assert_array_equal(y, want)
     gradients = jax.grad(lambda x, w: jax_mx.matmul(x, w, recipe="mxfp8").sum(), (0, 1))(x, w)
     assert [g.dtype for g in gradients] == [*map(jnp.dtype, types)]
+
+
+def test_a_layer_takes_weights_of_another_type():
+    x, up, down = X[:, :64].astype(jnp.bfloat16), W[:64] / 8, W[:32] / 8
+    layer = jax.jit(lambda *args: jax.vjp(lambda *a: jax_mx.mlp(*a, recipe="bf16"), *args))
+    y, pull = layer(x, up, down)
+    assert [g.dtype.name for g in pull(y)] == ["bfloat16", "float32", "float32"]
+    want, _ = layer(x, up.astype(jnp.bfloat16), down.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(y, want)
 
 
 def test_weak_types_float64_and_ints():

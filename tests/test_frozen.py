@@ -72,6 +72,30 @@ def test_parts_go_through_optax(optimizer):
         np.testing.assert_array_equal(leaf.view(jnp.uint8), was.view(jnp.uint8))
 
 
+def test_no_moments_of_a_frozen_weight():
+    """Zeros of scales would be NaN: optax may not make them, in a program or out of one."""
+    params = {"frozen": PARAMS["frozen"], "bias": jnp.zeros(96)}
+    several = optax.MultiSteps(optax.sgd(1e-2), 2).gradient_transformation()
+    for optimizer in (optax.adamw(1e-2), optax.rmsprop(1e-2), optax.lbfgs(), several):
+        for init in (optimizer.init, jax.jit(optimizer.init)):
+            what = "optax goes over an MXArray, and codes and scales"
+            assert_refused(lambda init=init: init(params), TypeError, what)
+
+
+def test_optax_may_call_what_takes_a_frozen_weight():
+    """A line search calls the loss; and a mask that names the weight keeps optax from it."""
+    mask = {"frozen": False, "bias": True}
+    params = {"frozen": PARAMS["frozen"], "bias": jnp.zeros(96)}
+    optax.masked(optax.adam(1e-2), mask).init(params)
+    of_bias = jax.jit(lambda bias, frozen: loss({"frozen": frozen, "bias": bias}))
+    with jax.numpy_dtype_promotion("standard"):
+        solver, bias, more = optax.lbfgs(), params["bias"], {"frozen": params["frozen"]}
+        value, gradient = jax.value_and_grad(of_bias)(bias, **more)
+        how = {"value": value, "grad": gradient, "value_fn": of_bias, **more}
+        updates, _ = solver.update(gradient, solver.init(bias), bias, **how)
+    assert of_bias(bias + updates, **more) < value
+
+
 def test_other_derivatives_stay():
     """Beside a frozen weight x has its gradient, in every loop; weights that have floats, too."""
     stacked = jax_mx.stack([jax_mx.quantize(W[:, :64], axis=0)] * 2, 0)

@@ -247,6 +247,8 @@ SECOND = {
     "fake_quantize": lambda x: jax_mx.fake_quantize(x, clip=True),
     "hadamard": jax_mx.hadamard,
     "gated": jax_mx.gated,
+    "ragged_dot": lambda x: jax_mx.ragged_dot(x, WS / 64, jnp.array([1, 1]), recipe="bf16"),
+    "frozen": lambda x: jax_mx.matmul(x / 64, FROZEN, recipe="bf16"),
 }
 
 

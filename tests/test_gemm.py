@@ -90,6 +90,22 @@ def test_the_reference_of_groups(sizes):
     check(integers(rng, (11, 64), MXFP8_E5M2), w, sizes, window=128)
 
 
+def in_parts(x, w, count, **how):
+    """The product of codes of w that lie in parts of K, one behind the other."""
+    plan = kernel_plans.plan_of((x.format, w.format), window=ROW, **how)
+    n, k = w.shape
+    codes = w.values.reshape(n, count, k // count).swapaxes(0, 1)
+    return kernel_plans.by_parts(plan, x.values, x.scales, codes, w.scales)
+
+
+def test_the_reference_of_parts_of_the_contracted_axis():
+    rng = np.random.default_rng(3)
+    x, w = (integers(rng, (n, 768), MXFP8_E4M3, window=ROW) for n in (11, 8))
+    for count in (2, 3, 6):
+        y = in_parts(x, w, count, dtype=jnp.dtype("bfloat16"), rows=11, tile=128)
+        assert_equal(y, wanted(x, w), count)
+
+
 PARTS = [(2, 0, 1), (0, 0, 0), (0, 4, 0), (1, 1, 1), (-1, 2, 1), (1, 9, 1), (0, 0, 3)]
 
 
@@ -459,6 +475,9 @@ def free_kernels_are_exact(rng, format, tile):
 @of("matmul_fp8")
 def test_kernels_of_windows_are_exact(variant):
     rng = np.random.default_rng(8)
+    if variant.parted:
+        kernels_of_parts_are_exact(rng, variant)
+        return
     exact = on_cuda(window=variant.window, tiles=variant.tiles, tile=variant.rows)
 
     def operands(*shapes):
@@ -476,6 +495,24 @@ def test_kernels_of_windows_are_exact(variant):
     exact(*operands((4000, 256), (3000, 256)), dtype="bfloat16")
     exact(*operands((700, 128), (3, 4864, 128)), [300, 0, 399])  # more than a strip
     exact(*operands((1100, 320), (7, 201, 320)), MANY)
+
+
+def kernels_of_parts_are_exact(rng, variant):
+    """Parts of an odd number of copies, rows and columns off tiles, thread blocks that share."""
+    for m, n, each, count, result in (
+        (1, 8, 128, 2, "float32"),
+        (130, 520, 384, 4, "float32"),
+        (1500, 4864, 128, 3, "float16"),
+        (257, 1000, 896, 8, "bfloat16"),
+        (4000, 3000, 128, 2, "bfloat16"),
+    ):
+        x, w = (
+            integers(rng, (rows, each * count), format, window=ROW)
+            for rows, format in zip((m, n), variant.formats, strict=True)
+        )
+        how = {"dtype": jnp.dtype(result), "rows": m, "tile": variant.rows}
+        product = functools.partial(in_parts, count=count, implementation="cutedsl", **how)
+        assert_equal(jax.jit(product)(x, w), wanted(x, w).astype(result), f"{m} {n} {each} {count}")
 
 
 @on_hopper

@@ -241,6 +241,12 @@ CELLS = {  # by row of `MESHES`: forward, backward
          "all-reduce bf16": 262144, "all-reduce f32": 512},
     ),
     "tokens": ({}, {"all-reduce bf16": 786432}),
+    "rounds, data": (  # of the first round, and of one further round, a loop's
+        {"all-to-all u8": 126720, "all-to-all s32": 1920, "all-to-all bf16": 122880,
+         "all-reduce s32": 2},
+        {"all-to-all u8": 152064, "all-to-all s32": 384, "all-to-all bf16": 147456,
+         "all-to-all f32": 960, "all-reduce s32": 2, "all-reduce bf16": 196608},
+    ),
 }  # fmt: skip
 
 

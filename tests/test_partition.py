@@ -512,6 +512,36 @@ def test_a_products_shard_is_a_kernel(on_hopper):
     assert "reduce_scatter" in text and "all_reduce" not in text
 
 
+def test_a_products_shard_reads_parts_as_they_arrive(on_hopper):
+    """Of a weight that is split along what is contracted; smaller parts are put in order."""
+    configs = [config_of(on_hopper, "product", n)["parameters"]["parted"] for n in range(3)]
+    n = configs.index(True)
+    avals = bytes_of(8192, 512), bytes_of(8192, 16), bytes_of(1024, 512), bytes_of(1024, 16)
+    result = [jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)]
+    for axes, is_apart in ((ALL[:2], True), (ALL, False)):
+        lies = [[axes, ()]] * 2 + [[(), axes]] * 2 + [[axes, ()]]
+        text = shard_on_hopper(on_hopper, "product", n, avals, result, lies)
+        assert text.count("all_gather") >= 1 and ("stablehlo.transpose" in text) != is_apart
+        assert ("tensor<4x1024x128xf8E4M3FN>" in text) == is_apart
+
+
+def test_sums_of_a_weights_gradient_move_in_the_dtype_of_activations():
+    """Float32 masters of a weight that is quantized once: half the bytes."""
+    mesh = mesh_of(8, names="a")
+    x, w = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("a")))
+        for shape, dtype in (((2048, 256), jnp.bfloat16), ((256, 512), jnp.float32))
+    )
+
+    def loss(w, x):
+        return jax_mx.matmul(x, HOPPER.quantize_weight(w)).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.value_and_grad(loss)).trace(w, x).lower().as_text()
+    moved = [config_of(text, "product", n)["parameters"]["numbers"][-1] for n in range(2)]
+    assert sorted(moved, key=str) == [None, "bfloat16"]
+
+
 def test_a_quantizers_shard_is_kernels(on_hopper):
     """Amaxes and codes of a device's rows, both ways; nothing crosses devices but those of w."""
     for n in (0, 1):

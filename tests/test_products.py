@@ -752,6 +752,55 @@ def test_the_hessian_by_a_weight(dtype):
     np.testing.assert_array_equal(np.asarray(hessian, np.float64), want)
 
 
+def small(shape, seed):
+    return jax.random.randint(jax.random.key(seed), shape, -1, 2).astype(jnp.float32)
+
+
+def by_row(x, w):
+    """The product over groups as JAX differentiates it as often as one likes."""
+    return jnp.einsum("tk,tkn->tn", x, w[np.repeat([0, 2], [5, 15])])
+
+
+SIZES, WS = jnp.array([5, 0, 15], jnp.int32), small((3, 32, 64), 1)
+KN, Q = jax_mx.quantize(WS, axis=1), jax_mx.quantize(WS[0], axis=0)
+NK = jax_mx.quantize(WS.swapaxes(1, 2), axis=2)
+IN_BF16 = {  # a function of x and w, the same by JAX
+    "ragged_dot": (lambda x, w: jax_mx.ragged_dot(x, w, SIZES, recipe="bf16"), by_row),
+    "matmul": (lambda x, w: matmul(x, w[0], recipe="bf16"), lambda x, w: x @ w[0]),
+    "frozen": (lambda x, w: matmul(x, Q, recipe="bf16"), lambda x, w: x @ WS[0]),
+    "frozen left": (
+        lambda x, w: jax_mx.einsum("kn,tk->tn", Q, x, recipe="bf16"), lambda x, w: x @ WS[0],
+    ),
+    "ragged_dot, frozen": (
+        lambda x, w: jax_mx.ragged_dot(x, KN, SIZES, recipe="bf16"), lambda x, w: by_row(x, WS),
+    ),
+    "ragged_dot, frozen (G, N, K)": (
+        lambda x, w: jax_mx.ragged_dot(x, NK, SIZES, recipe="bf16"), lambda x, w: by_row(x, WS),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", IN_BF16)
+def test_bf16_has_all_derivatives(name):
+    """Both modes, one in the other, exact: all that is rounded is a small integer."""
+    x, w, moves = small((20, 32), 2), small((3, 32, 64), 3), (small((20, 32), 4), WS)
+
+    def derivatives(f):
+        loss = lambda x, w: (f(x, w) ** 2).sum()  # noqa: E731
+        both = jax.grad(loss, (0, 1))
+        along = lambda *args: sum((d * t).sum() for d, t in zip(both(*args), moves, strict=True))  # noqa: E731
+        return (
+            jax.jvp(f, (x, w), moves),
+            jax.jvp(both, (x, w), moves),
+            jax.grad(along, (0, 1))(x, w),
+            jax.jacfwd(lambda x: loss(x, w))(x) if name == "matmul" else (),
+        )
+
+    got, want = (jax.jit(lambda f=f: derivatives(f))() for f in IN_BF16[name])
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_second_derivatives_are_refused():
     x, w = floats((32, 64)), floats((64, 32))
     with pytest.raises(NotImplementedError, match=r"^matmul: .* recipe='floats' has all"):

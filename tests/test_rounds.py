@@ -303,6 +303,24 @@ def test_slots_do_not_grow_with_devices(k):
         assert limits.rows <= TOKENS and e * limits.choices <= 1.25 * TOKENS * k + 8 * e
 
 
+@pytest.mark.parametrize(("tokens", "grows"), [(1024, 1.48), (4096, 1.23), (16384, 1.06)])
+def test_the_fullest_pair_bounds_slots_of_few_tokens(tokens, grows):
+    """As docs/sharding.md says; from 16,384 tokens on slots grow by less than 1.2."""
+    limits = {e: Limits.of(tokens, 2, 64, e) for e in (4, 64)}
+    assert 64 * limits[64].choices <= grows * 4 * limits[4].choices
+    if tokens > 1024:
+        return
+    chances, fullest = np.random.default_rng(0).random((64 * tokens, 64)), {}
+    ids = np.argpartition(chances, 2, axis=1)[:, :2].reshape(64, -1)
+    for e in (4, 64):  # of as many devices, each by itself
+        fullest[e] = max(np.bincount(own // (64 // e)).max() for own in ids[:e])
+        assert fullest[e] <= limits[e].choices  # one round holds a random routing
+    assert 64 * fullest[64] > 1.5 * 4 * fullest[4]  # as any dense round must have
+    tight = 1.2 * 4 * limits[4].choices / 64
+    over = np.mean([np.bincount(own, minlength=64) > tight for own in ids])
+    assert 0.005 < over < 0.02  # so a round of 1.2 would not be the only one
+
+
 @pytest.mark.thorough
 def test_temporaries_do_not_grow_with_devices():
     """XLA compiles the layer, forward and backward, and says what it plans."""

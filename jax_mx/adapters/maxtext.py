@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app
+from absl import app, logging
 from flax import linen
 from maxtext.layers import moe, quantizations
 from maxtext.trainers.pre_train import train
@@ -52,16 +52,17 @@ def use(recipe: Recipe | str = AUTO) -> None:
     """
     check_recipe(OP, recipe)
     layers = Quantization(recipe)
+    provider = Provider({r"(.*/)?gate": None, r"decoder/.*layers.*": recipe})
 
     def configured(config: Any, quant_mode_str: str = "train") -> Any:
         _check(config)
+        by = "qwix" if config.use_qwix_quantization else "MaxText's layers"
+        logging.log_first_n(logging.INFO, "%s: %s put weights' products in %s", 1, OP, by, recipe)
         return None if config.use_qwix_quantization else layers
 
     modules: Any = quantizations
     modules.configure_quantization = configured
-    modules.get_qt_provider = lambda config: Provider(
-        {r"(.*/)?gate": None, r"decoder/.*layers.*": recipe}
-    )
+    modules.get_qt_provider = lambda config: provider
     _keep_routers()
 
 

@@ -303,15 +303,15 @@ def _config(folder: Path) -> Config:
     return {}
 
 
-def _pairs(folder: Path) -> tuple[Pairs, Sequence[Tile]]:
-    """How values and scales are called in a folder, and which tiles scales may have.
+def _pairs(folder: Path) -> tuple[Pairs, Sequence[Tile], bool]:
+    """How values and scales are called in a folder, which tiles scales may have; if a config says.
 
     Raises:
       ValueError: weights are in no MX format, or in one that is unknown.
     """
     config = _config(folder)
     if not config:  # gpt-oss' original files have these names, and no config says so
-        return LIBRARIES["mxfp4"].pairs, [ROW_BLOCK]
+        return LIBRARIES["mxfp4"].pairs, [ROW_BLOCK], False
     method = str(config.get("quant_method", "nothing that its config names"))
     readable = ", ".join(row.said for row in LIBRARIES.values())
     if method not in LIBRARIES:
@@ -334,12 +334,19 @@ def _pairs(folder: Path) -> tuple[Pairs, Sequence[Tile]]:
                 f"jax_mx reads. It reads {readable}. Load the model's floats, and quantize these"
             )
     tiles = (re.search(r"\[(\d+), (\d+)\]", way) for way in ways)
-    return library.pairs, [*((int(tile[1]), int(tile[2])) for tile in tiles if tile), ROW_BLOCK]
+    named = [(int(tile[1]), int(tile[2])) for tile in tiles if tile]
+    return library.pairs, [*named, ROW_BLOCK], True
 
 
 # ---- tensors ---
-def _entries(files: Files, pairs: Pairs, tiles: Sequence[Tile]) -> Iterator[tuple[str, Entry]]:
-    """Each array by its name: MX for pairs of values and scales, and all others."""
+def _entries(
+    files: Files, pairs: Pairs, tiles: Sequence[Tile], has_config: bool
+) -> Iterator[tuple[str, Entry]]:
+    """Each array by its name: MX for pairs of values and scales, and all others.
+
+    Raises:
+      ValueError: codes stand alone.
+    """
     described = _described(files)
     taken = {f"{name}.{part}" for name in described for part in ("values", "scales")}
     yield from described.items()
@@ -354,6 +361,12 @@ def _entries(files: Files, pairs: Pairs, tiles: Sequence[Tile]) -> Iterator[tupl
     _require_no_scales(files, files.places.keys() - taken)
     for name in files.places:
         if name not in taken:
+            if has_config and files.dtype(name) in ("F8_E4M3", "F8_E5M2"):
+                raise ValueError(
+                    f"{OP}: {name!r} is {files.dtype(name)} and has no scales of its own, as "
+                    f"{' or '.join(name.removesuffix(v) + s for v, s, _ in pairs)!r}; whoever "
+                    "wrote the files lost them"
+                )
             yield name, Entry(unpacked(files[name]) if files.dtype(name) == "F4" else files[name])
 
 

@@ -43,10 +43,11 @@ from jax_mx.products.arguments import (
 from jax_mx.products.arrangements import what_of
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.derivative import Side, Static, align_of, weight_forms
+from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
-from jax_mx.products.operand import Moved, Unquantized
+from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized
 from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
 
 
@@ -108,7 +109,8 @@ def moe(
       activation: one with a gate, see `gated`: "swiglu", "geglu", "geglu_erf", "reglu", "reglu2",
         "bilinear" or "gpt_oss".
       interleaved: whether gate and up come by turns along 2 I, not all gates first.
-      recipe: how floats are quantized; a window "row" of wgrad is refused. The router's weight
+      recipe: how floats are quantized, see `dot_general`; "floats" leaves them as they are; a
+        window "row" of wgrad is refused. The router's weight
         multiplies what w_down's product reads before that is quantized. Where the layer is split, a
         `Stochastic` key of the recipe has the shard's position on each axis that splits it folded
         in, so that no two shards round by the same numbers; in a `jax.shard_map` over axes that
@@ -141,6 +143,8 @@ def moe(
       NotImplementedError: the named implementation does not serve a product.
     """
     op = "moe"
+    if isinstance(w_gate_up, QuantizedWeight) or isinstance(w_down, QuantizedWeight):
+        w_gate_up, w_down = unquantized(recipe, w_gate_up, w_down)
     w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
     w_down = array_or_quantized(op, "w_down", w_down)
     recipe = grouped_recipe(op, recipe, x, w_gate_up, w_down)
@@ -295,7 +299,7 @@ class Slots(Moves):
         self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
     ) -> tuple[Any, SlotPlace]:
         """See `Moves`."""
-        tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False))
+        tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False), moves=True)
         rows, (experts, weights) = routing.tokens(tokens), routing.choices(given.weights)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots
         groups = Groups.from_experts(experts, routing.own, align=align, most=routing.most)
@@ -313,7 +317,7 @@ class Slots(Moves):
     ) -> Unquantized:
         """See `Moves`."""
         how: dict[str, Any] = {"name": "gradient", "frozen": (weight is None, False)}
-        alone = Unquantized(dy, recipe, wanted=(True, False), **how)
+        alone = Unquantized(dy, recipe, wanted=(True, False), moves=True, **how)
         rows = place.trip.tokens(alone)
         request, wanted = Moved if isinstance(rows, MXArray) else Unquantized, weight is not None
         return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **how)

@@ -47,6 +47,8 @@ class ProductKernel:
       free: whether blocks of W run along its free axis, which lies last, not the contracted one.
       floats: the dtype of its floats, where kernels take several; "" of "amaxes": bfloat16.
       source: the word of what makes the floats, of "amaxes": they come out, too; "": x.
+      parted: whether codes of W lie in parts of the contracted axis, one behind the other: (parts,
+        N, K / parts). Devices that had a part each gather them so; scales lie as ever.
     """
 
     op: str
@@ -58,6 +60,7 @@ class ProductKernel:
     free: bool = False
     floats: str = ""
     source: str = ""
+    parted: bool = False
 
     @property
     def name(self) -> str:
@@ -65,7 +68,8 @@ class ProductKernel:
         window = suffix_of(self.window) + f"x{TILE}" * self.tiles
         names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
         names += [self.source] * (self.source != "")
-        return "_".join((self.op, *names, f"r{self.rows}{window}")) + "_free" * self.free
+        name = "_".join((self.op, *names, f"r{self.rows}{window}"))
+        return name + "_free" * self.free + "_parted" * self.parted
 
 
 def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
@@ -93,6 +97,11 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         for window in (128, 256, ROW)
         for tiles in ((False, True) if window != ROW else (False,))
         for rows in fp8_rows(window, tiles)
+        for formats in _EIGHTS
+    ),
+    *(
+        ProductKernel("matmul_fp8", "cutedsl", formats, rows, ROW, parted=True)
+        for rows in fp8_rows(ROW, False)
         for formats in _EIGHTS
     ),
     *(

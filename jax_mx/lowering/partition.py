@@ -98,14 +98,19 @@ class Split(NamedTuple):
 
 
 Local = Callable[[Mapping[str, Any], Split], Callable[..., list]]
+# Of a call's parameters, an operand's number and (parts, ..., length of a part): whether a device
+# reads the operand where parts of its last dimension lie one behind the other, as they arrive.
+InParts = Callable[[Mapping[str, Any], int, Sequence[int]], bool]
 SHARDS: dict[str, Local] = {}  # by name: from a call's parameters, what a device computes
+IN_PARTS: dict[str, InParts] = {}
 
 
-def of_shards(name: str) -> Callable[[Local], Local]:
-    """Registers what a device computes of calls with this name."""
+def of_shards(name: str, in_parts: InParts = lambda *_: False) -> Callable[[Local], Local]:
+    """Registers what a device computes of calls with this name, and what it reads in parts."""
 
     def register(local: Local) -> Local:
         SHARDS[name] = local
+        IN_PARTS[name] = in_parts
         return local
 
     return register
@@ -232,7 +237,9 @@ def shard_of(
         read = []
         for i, dims in enumerate(rule.operands[: rule.read]):
             are_equal = [factor in (rule.equal[i] if rule.equal else ()) for factor in dims]
-            read.append(_gathered(operands[i], specs[i], split.spec(dims), are_equal, split))
+            reads = functools.partial(IN_PARTS[config["name"]], config["parameters"], i)
+            wanted = split.spec(dims)
+            read.append(_gathered(operands[i], specs[i], wanted, are_equal, split, reads))
         return shard(*read)
 
     return split, gathered, operands, specs
@@ -242,9 +249,9 @@ def _operand_specs(rule: Rule, shapes: Sequence, split: Split, lies: Sequence) -
     """The axes that split each dimension of operands, as a shard's program takes them.
 
     An operand that nobody reads stays where it lies. So does one that is gathered along a dimension
-    behind others: the program gathers parts one behind the other, and then puts them in order, in
-    runs as long as a part's. XLA would transpose each element, before and after. So do equal
-    elements, as a device knows others' by its own.
+    behind others: the program gathers parts one behind the other. Then it puts them in order, in
+    runs as long as a part's, where what reads them does not take parts. XLA would transpose each
+    element, before and after. Equal elements stay, too, as a device knows others' by its own.
     """
     specs = [split.spec(dims) for dims in rule.operands]
     for i, (shape, wanted, dims) in enumerate(zip(shapes, specs, rule.operands, strict=False)):
@@ -274,6 +281,7 @@ def _gathered(
     wanted: Sequence[Axes],
     are_equal: Sequence[bool],
     split: Split,
+    reads_parts: Callable[[Sequence[int]], bool],
 ) -> jax.Array:
     """An operand of which a device has a smaller part than it reads."""
     for at, (have, want, is_equal) in enumerate(zip(spec, wanted, are_equal, strict=True)):
@@ -283,14 +291,17 @@ def _gathered(
             first = jax.lax.slice_in_dim(x, 0, 1, axis=at)
             x = jnp.broadcast_to(first, (*x.shape[:at], count, *x.shape[at + 1 :]))
         elif more:
-            parts = jnp.moveaxis(jax.lax.all_gather(x, more), 0, at)
+            parts = jax.lax.all_gather(x, more)
+            if at == len(spec) - 1 and reads_parts(parts.shape):
+                return parts
+            parts = jnp.moveaxis(parts, 0, at)
             x = parts.reshape(*x.shape[:at], -1, *x.shape[at + 1 :])
     return x
 
 
 def _shard(config: Mapping[str, Any], split: Split) -> Callable[..., list]:
     """The function that a device computes, of arrays as they move."""
-    rule, (dtypes, _) = _rule(config), config["dtypes"]
+    rule, (dtypes, results) = _rule(config), config["dtypes"]
     local = SHARDS[config["name"]](config["parameters"], split)
     names = (name for factor in rule.summed for name in split.axes.get(factor, ()))
     summed = tuple(dict.fromkeys(names))  # once, where two factors are taken to have one axis
@@ -300,6 +311,7 @@ def _shard(config: Mapping[str, Any], split: Split) -> Callable[..., list]:
         if summed:
             pairs = zip(outs, rule.results, strict=True)
             outs = [_added(y, dims, summed, split) for y, dims in pairs]
+            outs = [y.astype(dtype) for y, dtype in zip(outs, results, strict=True)]
         return [*map(primitive.as_bytes, outs)]
 
     return shard
@@ -401,12 +413,18 @@ def _kernels(config: Mapping[str, Any], avals: Sequence[Any], target: Target) ->
     """
     needed: primitive.Kernels = {}
     rule = _rule(config)
-    for names in ((), ("p0",)):
+    reads = functools.partial(IN_PARTS[config["name"]], config["parameters"])
+    whole = [(a.shape, primitive.moved_as(a.dtype)) for a in avals[: rule.read]]
+    parts = [(2, *shape[:-1], shape[-1] // 2) for shape, _ in whole]
+    apart = [
+        (part if reads(i, part) else shape, dtype)
+        for i, ((shape, dtype), part) in enumerate(zip(whole, parts, strict=True))
+    ]
+    tried = [((), whole), (("p0",), whole)] + [((), apart)] * (apart != whole)
+    for names, types in tried:
         split = Split({"p0": target.devices}, dict.fromkeys(rule.parts, names), {})
         shard = _shard(config, split)
-        operands = [
-            jax.ShapeDtypeStruct(a.shape, primitive.moved_as(a.dtype)) for a in avals[: rule.read]
-        ]
+        operands = [jax.ShapeDtypeStruct(*each) for each in types]
         with primitive.kernels_needed() as more:
             where = (split.sizes, target.platform, not target.carries)
             primitive.shard_module(TARGET, shard, operands, *where)

@@ -263,7 +263,8 @@ class ProductPlan:
       floats: the dtype of its floats, where kernels take several.
       source: what makes the floats, of "amaxes"; they come out, too.
       tiled: whether x's values and scales lie in AMD's tiles, and W's; kernels for AMD read them.
-      parts: of these floats' rows, each of which has amaxes of columns of its own.
+      parts: of these floats' rows, each of which has amaxes of columns of its own; of "matmul_fp8"
+        the parts of the contracted axis that codes of W lie in, one behind the other.
     """
 
     op: str
@@ -313,7 +314,8 @@ class ProductPlan:
     def product(self, dsl: str) -> ProductKernel:
         """The kernel that it asks for, which may be none of those that there are."""
         kinds = self.window, self.tiles, self.free, self.floats, str(self.source)
-        return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds)
+        parted = self.op == "matmul_fp8" and self.parts > 1
+        return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds, parted)
 
 
 AnyPlan = Plan | ProductPlan

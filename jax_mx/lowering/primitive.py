@@ -481,43 +481,60 @@ linear_p.multiple_results = True
 
 
 def linear(
-    transposed: Callable, kept: Any, tangents: Sequence[Any], like: Sequence[jax.Array]
+    transposed: Callable,
+    kept: Any,
+    tangents: Sequence[Any],
+    like: Sequence[jax.Array],
+    forward: Callable | None = None,
 ) -> list[jax.Array]:
     """A linear function of tangents, for the rule of a `jax.custom_jvp`.
 
-    Reverse mode calls `transposed`, as it does a `jax.custom_vjp`'s backward pass. Only forward
-    mode transposes that, when it executes or lowers the tangent.
+    Reverse mode calls `transposed`, as it does a `jax.custom_vjp`'s backward pass. Forward mode
+    calls `forward`, or transposes `transposed` when it executes or lowers the tangent.
 
     Args:
       transposed: gives cotangents of tangents, from what is kept and the results' cotangents.
       kept: a pytree of arrays.
       tangents: arrays.
       like: arrays of the results' types.
+      forward: gives the results, from what is kept and tangents. With it neither function is ever
+        transposed: what reverse mode gives is linear again, and its transpose is `forward`.
     """
     leaves, tree = jax.tree.flatten(kept)
     count = len(leaves)
 
-    def of_leaves(*args: Any) -> tuple[Any, ...]:
-        return tuple(transposed(tree.unflatten(args[:count]), *args[count:]))
+    def of_leaves(f: Callable, *args: Any) -> tuple[Any, ...]:
+        return tuple(f(tree.unflatten(args[:count]), *args[count:]))
 
-    types = tuple(map(jax.typeof, like))
-    params = {"transposed": of_leaves, "count": count, "like": types}
+    ways = (functools.partial(of_leaves, f) if f else None for f in (transposed, forward))
+    params = {"count": count, "like": tuple(map(jax.typeof, like))}
+    params |= dict(zip(("transposed", "forward"), ways, strict=True))
     return linear_p.bind(*leaves, *tangents, **params)
 
 
-def _forward(*args: Any, transposed: Callable, count: int, like: Any) -> Any:
+def _forward(*args: Any, transposed: Callable, forward: Any, count: int, like: Any) -> Any:
+    if forward is not None:
+        return forward(*args)
     kept, tangents = args[:count], args[count:]
     return jax.linear_transpose(lambda *dys: transposed(*kept, *dys), *like)(tangents)
 
 
 def _jvp_of_linear(primals: Any, tangents: Any, *, count: int, **how: Any) -> tuple[Any, Any]:
-    kept, rest = primals[:count], primals[count:]
-    if all(type(tangent) is ad.Zero for tangent in tangents[:count]):
+    """Codes that are kept, bytes of whatever dtype, are constants."""
+    of_kept = (type(t) is not ad.Zero and t.dtype.itemsize > 1 for t in tangents[:count])
+    moving = [i for i, moves in enumerate(of_kept) if moves]
+    if not moving:
         moved = map(ad.instantiate_zeros, tangents[count:])
-        bind = functools.partial(linear_p.bind, *kept, count=count, **how)
-        return bind(*rest), bind(*moved)
-    run = functools.partial(_forward, count=count, **how)
-    return jax.jvp(run, [*primals], [*map(ad.instantiate_zeros, tangents)])
+        bind = functools.partial(linear_p.bind, *primals[:count], count=count, **how)
+        return bind(*primals[count:]), bind(*moved)
+    moving += range(count, len(primals))
+
+    def run(*args: Any) -> Any:
+        every = {**dict(enumerate(primals)), **dict(zip(moving, args, strict=True))}
+        return _forward(*every.values(), count=count, **how)
+
+    moves = [ad.instantiate_zeros(tangents[i]) for i in moving]
+    return jax.jvp(run, [primals[i] for i in moving], moves)
 
 
 def split_of_mapped(args: Any, dims: Any) -> Any:
@@ -537,7 +554,9 @@ def _mapped(args: Any, dims: Any, size: int, names: Any) -> list[jax.Array]:
     ]
 
 
-def _batch_of_linear(args: Any, dims: Any, *, transposed: Callable, count: int, like: Any) -> Any:
+def _batch_of_linear(
+    args: Any, dims: Any, *, transposed: Callable, forward: Any, count: int, like: Any
+) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     names = split_of_mapped(args, dims)
     tangents = _mapped(args[count:], dims[count:], size, names)
@@ -547,15 +566,35 @@ def _batch_of_linear(args: Any, dims: Any, *, transposed: Callable, count: int, 
         return aval.update(shape=(size, *aval.shape), sharding=sharding)
 
     of_batch = jax.vmap(transposed, in_axes=(*dims[:count], *[0] * len(like)))
-    params = {"transposed": of_batch, "count": count, "like": tuple(map(mapped, like))}
+    if forward is not None:
+        forward = jax.vmap(forward, in_axes=(*dims[:count], *[0] * len(tangents)))
+    params = {"transposed": of_batch, "forward": forward, "count": count}
+    params["like"] = tuple(map(mapped, like))
     return linear_p.bind(*args[:count], *tangents, **params), [0] * len(like)
 
 
-def _transpose_of_linear(dys: Any, *args: Any, transposed: Callable, count: int, **_: Any) -> Any:
+def _transpose_of_linear(
+    dys: Any, *args: Any, transposed: Callable, forward: Any, count: int, **_: Any
+) -> Any:
     zeros = [None] * len(args)
     if all(type(dy) is ad.Zero for dy in dys):
         return zeros
-    return [*zeros[:count], *transposed(*args[:count], *map(ad.instantiate_zeros, dys))]
+    operands = *args[:count], *map(ad.instantiate_zeros, dys)
+    if forward is None:
+        return [*zeros[:count], *transposed(*operands)]
+    how = {"transposed": forward, "forward": transposed, "count": count}
+    how["like"] = tuple(x.aval for x in args[count:])
+
+    def rule(_: list, args: list, tangents: list) -> list[jax.Array]:
+        tangents = [
+            ad.Zero(jax.typeof(x).to_tangent_aval()) if t is None else t
+            for x, t in zip(args, tangents, strict=True)
+        ]
+        return _jvp_of_linear(args, tangents, **how)[1]
+
+    # Not behind a primitive: `explain` and policies of jax.checkpoint look for products.
+    values = transposed(*map(jax.lax.stop_gradient, operands))
+    return [*zeros[:count], *derived(values, operands, rule)]
 
 
 linear_p.def_impl(_forward)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import numbers
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -722,6 +723,10 @@ FROZEN = (
     "the other leaves: trained, frozen = jax_mx.partition(params), and jax_mx.combine(trained, "
     "frozen) in the loss"
 )
+OPTIMIZED = (
+    "optax goes over an MXArray, and codes and scales are nothing that an optimizer may change; "
+    "hand it the others: trained, frozen = jax_mx.partition(params), and optimizer.init(trained)"
+)
 Aux = tuple  # the static fields in the order of metadata.FIELDS, then what is known of the shape
 STATIC = (*metadata.FIELDS, "padding", "spans")
 
@@ -738,14 +743,25 @@ def _flatten_with_keys(q: MXArray) -> tuple[Any, Aux]:
 
 
 def _unflatten(aux: Aux, children: Any) -> MXArray:
-    """Makes the array of any children but those that a derivative is taken by.
+    """Makes the array of any children but those that a derivative is taken by, or that optax makes.
 
     JAX would give such a one zeros where nothing reads it, and E8M0's zero is NaN: an optimizer
-    would make NaN of scales. So the error comes here, before any function of the array runs.
+    would make NaN of scales. So the error comes here, before any function of the array runs. Optax
+    makes zeros of all leaves alike, for its moments.
     """
     if any(isinstance(child, primitive.DIFFERENTIATED) for child in children):
         raise TypeError(FROZEN)
+    if _caller_of_map().startswith("optax."):
+        raise TypeError(OPTIMIZED)
     return unflattened(aux, children)
+
+
+def _caller_of_map() -> str:
+    """The module that maps over a tree, while JAX makes the tree's nodes anew."""
+    frame, name = sys._getframe(2), "jax._src.tree"
+    while frame is not None and name.startswith("jax._src.tree"):
+        name, frame = frame.f_globals.get("__name__", ""), frame.f_back
+    return name
 
 
 def unflattened(aux: Aux, children: Any) -> MXArray:

@@ -48,6 +48,7 @@ class Numbers:
       implementation: the one that the caller insists on, or None.
       chosen: what the recipe "auto" became; None where the caller passed another.
       over_rows: whether it sums over rows, as the gradient of a weight does.
+      moved: the dtype in which sums of devices' parts move, where that is not the result's.
       caller: the public function that names the implementation, for its refusal; else "".
     """
 
@@ -61,6 +62,7 @@ class Numbers:
     implementation: str | None = None
     chosen: Any = None
     over_rows: bool = False
+    moved: np.dtype | None = None
     caller: str = ""
 
     @property
@@ -246,10 +248,10 @@ class Served(Support):
     reads_floats: bool = False
 
 
-def refused(name: str, contraction: Contraction, why: str) -> Served:
+def refused(name: str, contraction: Contraction, why: str, advice: str = "") -> Served:
     """The answer of an implementation that does not serve, and what does."""
     instead = "use implementation=None or 'dequantize'"
-    return Served(name, refusal=Refusal(contraction.name, f"{name!r} {why}", instead=instead))
+    return Served(name, refusal=Refusal(contraction.name, f"{name!r} {why}", advice, instead))
 
 
 def contraction_of(tree: Any, leaves: Sequence[Any], numbers: Numbers) -> Contraction:

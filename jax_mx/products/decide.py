@@ -20,7 +20,8 @@ class Decision:
     Attributes:
       served: its answer.
       by: who says so: "argument", "context", "JAX_MX_TUNING (<file>)", "table for <chip>", "rule".
-      passed_over: what was measured to be the fastest and does not serve it, a sentence each.
+      passed_over: what was measured to be the fastest, or is so by rule, and does not serve it
+        before something is installed, a sentence each.
     """
 
     served: Served
@@ -77,17 +78,13 @@ def decided(contraction: Contraction, platform: str, chips: Sequence[str]) -> De
             return Decision(served, by, tuple(passed))
         why = f"{name!r} is no implementation here" if served is None else served.reason
         passed.append(f"{by} names {name!r} for {key_of(contraction, chips[0])}, but {why}")
-    return Decision(by_rule(contraction, platform, chips), "rule", tuple(passed))
-
-
-def by_rule(contraction: Contraction, platform: str, chips: Sequence[str]) -> Served:
-    """The first of the table that is preferred and serves, where nobody names or measured one."""
-    return next(
-        served
-        for row in _here(contraction.op, platform).values()
-        if row.preferred(contraction, platform, chips)
-        and (served := row.support(contraction, chips))
-    )
+    for row in rows.values():  # the first that is preferred and serves
+        if row.preferred(contraction, platform, chips):
+            if served := row.support(contraction, chips):
+                return Decision(served, "rule", tuple(passed))
+            if (refusal := served.refusal) and refusal.advice:
+                passed.append(f"{refusal.call}: {refusal.why}; {refusal.advice}.")
+    raise AssertionError("'xla' serves all")
 
 
 def candidates(contraction: Contraction, platform: str, chips: Sequence[str]) -> list[Served]:

@@ -1,6 +1,6 @@
 """The product's derivative: one custom_vjp for dense products in MX and for those over groups.
 
-Dense products in bfloat16 have a custom_jvp, so that they have derivatives of any order and mode.
+Products in bfloat16 have derivatives of any order and mode.
 
 Floats come in and go out. Products between them read quantized operands (operand.py), and the
 residuals of the backward pass are MX. layer.py makes layers of the same parts.
@@ -9,7 +9,10 @@ residuals of the backward pass are MX. layer.py makes layers of the same parts.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -29,7 +32,7 @@ from jax_mx.products.arrangements import Arrangement, Arrangements
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized, operand_for
-from jax_mx.products.recipes import Chosen, Recipe
+from jax_mx.products.recipes import AS_THEY_ARE, BF16, Chosen, Recipe
 from jax_mx.products.tcgen05 import align_for_trace
 
 Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
@@ -276,6 +279,8 @@ class Static(NamedTuple):
         order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
         summed = len(layout.lhs.free_out) - 1
         how: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
+        if self.dtype.itemsize < rhs.dtype.itemsize:  # half the bytes, as of a bfloat16 weight
+            how["moved"] = self.dtype
         if like is not None:
             how["like"] = (*like, -1 if layout.rhs.swapped else -2)
         return self.multiplication(*order, rhs.dtype, **how)
@@ -323,37 +328,151 @@ def product(
       sizes: of groups, int32 (G,); None for a dense product.
       recipe: how floats are quantized.
     """
-    if static.layout is not None and not recipe.quantizes and lhs_q is None and rhs_q is None:
+    if not recipe.quantizes and all(isinstance(q, MXArray | None) for q in (lhs_q, rhs_q)):
+        if static.layout is None:
+            w, at = rhs, -2
+            if rhs_q is not None:
+                w, at = rhs_q, rhs_q.axis if len(rhs_q.block) == 1 else -2
+            how = Grouped(ROWS, at, static.dtype, recipe.rounds)
+            return _of_groups(static, how, lhs, w, sizes)
+        lhs, rhs = (x if q is None else q for x, q in ((lhs, lhs_q), (rhs, rhs_q)))
         return _of_floats(static, lhs, rhs, recipe)
     lhs, rhs = jax.tree.map(primitive.reverse_only(static.op, FORWARD), (lhs, rhs))
     return _product(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _of_floats(static: Static, lhs: jax.Array, rhs: jax.Array, recipe: Recipe) -> jax.Array:
-    """A dense product in bfloat16, with derivatives of any order and in any mode.
+# ---- products of floats, which have all derivatives; codes would have none ---
+def _derived(op: str, operands: tuple, value: Callable, gradients: Callable, forward: Any) -> Any:
+    """A product of operands, linear in each of both.
 
-    Codes would have none: they are integers of a kind. So other products have a `jax.custom_vjp`.
+    Args:
+      op: for messages.
+      operands: both, each floats or an `MXArray`; and more, by which there is no derivative.
+      value: the product of operands.
+      gradients: of both, from operands, which of them are asked for, and the product's; None for
+        others. An operand that no gradient reads is None.
+      forward: the product's tangent from operands and those of both, None where there is none; or
+        None, where JAX can transpose `gradients`.
+
+    Raises:
+      TypeError: a derivative by an `MXArray` is asked for.
     """
-    static = static.unfollowed(rhs, None, recipe)
-    return _forward(static, (lhs, None), (rhs, None), None, recipe, (False, False))[0]
+    leaves, tree = jax.tree.flatten(operands)
+    ends = itertools.accumulate(len(jax.tree.leaves(x)) for x in operands[:2])
+    places = [
+        None if isinstance(x, MXArray) else n - 1 for x, n in zip(operands, ends, strict=False)
+    ]
+
+    def rule(outs: list, args: list, tangents: list) -> list[jax.Array]:
+        moved = [None if i is None else tangents[i] for i in places]
+        asked = tuple(t is not None for t in moved)
+        if sum(asked) < sum(t is not None for t in tangents):
+            raise TypeError(f"{op}: {FROZEN}")
+        a, b, *more = tree.unflatten(args)
+        kept = (a if asked[1] else None, b if asked[0] else None, *more)
+
+        def transposed(kept: tuple, dy: jax.Array) -> list[jax.Array]:
+            return [d for d in gradients(kept, asked, dy) if d is not None]
+
+        def tangent(kept: tuple, *some: jax.Array) -> list[jax.Array]:
+            each = iter(some)
+            return [forward(kept, *(next(each) if is_asked else None for is_asked in asked))]
+
+        moved = [t for t in moved if t is not None]
+        way = None if forward is None else tangent
+        return primitive.linear(transposed, kept, moved, outs, way)
+
+    y = value(*tree.unflatten(map(jax.lax.stop_gradient, leaves)))
+    return primitive.derived([y], leaves, rule)[0]
 
 
-@partial(_of_floats.defjvp, symbolic_zeros=True)
-def _of_floats_jvp(static: Static, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    lhs, rhs, recipe = primals
-    asked = [not isinstance(t, jax.custom_derivatives.SymbolicZero) for t in tangents[:2]]
-    dgrad, wgrad = asked
-    y, (a, b) = _forward(static, (lhs, None), (rhs, None), None, recipe, (wgrad, dgrad))
-    of_lhs, of_rhs = side_of(static.arranged.lhs, lhs), side_of(static.arranged.rhs, rhs)
+def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:
+    """A dense product of floats; one of both operands may be an `MXArray`."""
+    layout, operands = static.arranged, (lhs, rhs)
+    has_codes = any(isinstance(x, MXArray) for x in operands)
+    of_lhs = side_of(layout.lhs, parts_of(lhs)[0])
+    of_rhs = side_of(layout.rhs, parts_of(rhs)[0])
 
-    def transposed(kept: tuple, dy: jax.Array) -> list[Any]:
-        gradients = _gradients(static, dy, kept[0], kept[1], None, recipe, of_lhs, of_rhs)
-        return [gradient for gradient in gradients if gradient is not None]
+    def value(lhs: Any, rhs: Any) -> jax.Array:
+        own = static.unfollowed(*parts_of(rhs), recipe)
+        return _forward(own, parts_of(lhs), parts_of(rhs), None, recipe, (False, False))[0]
 
-    kept = a if wgrad else None, b if dgrad else None
-    moved = [t for t, is_asked in zip(tangents, asked, strict=False) if is_asked]
-    return y, primitive.linear(transposed, kept, moved, [y])[0]
+    def form(side: Arrangement, x: Any, name: str) -> Any:
+        if x is None:
+            return None
+        request = operand_for(side, *parts_of(x), recipe, name, (False, True))
+        return (request.forms() if isinstance(request, Unquantized) else request)[1]
+
+    def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
+        a, b = form(layout.lhs, operands[0], "lhs"), form(layout.rhs, operands[1], "rhs")
+        return _gradients(static, dy, a, b, None, recipe, of_lhs, of_rhs)
+
+    def forward(operands: tuple, dlhs: Any, drhs: Any) -> jax.Array:
+        lhs, rhs = operands
+        pair = (lhs, drhs) if dlhs is None else (dlhs, rhs)
+        return _of_floats(static, pair[0], pair[1], recipe)
+
+    return _derived(static.op, operands, value, gradients, forward if has_codes else None)
+
+
+class Grouped(NamedTuple):
+    """One of the two products over groups.
+
+    Attributes:
+      kind: `ROWS` or `SUMS`.
+      at: the axis of matrices that `ROWS` contracts, -1 or -2.
+      dtype: of the result.
+      rounds: whether floats are rounded to bfloat16.
+    """
+
+    kind: str
+    at: int
+    dtype: np.dtype
+    rounds: bool
+
+
+def _of_groups(static: Static, how: Grouped, a: Any, b: Any, sizes: jax.Array) -> jax.Array:
+    """A product over groups of floats; b may be an `MXArray`."""
+    run, is_frozen = partial(_of_groups, static), isinstance(b, MXArray)
+    of_a, of_b = a.dtype, None if is_frozen else b.dtype
+    recipe = BF16 if how.rounds else AS_THEY_ARE
+
+    def value(a: Any, b: Any, sizes: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {}
+        if how.kind == ROWS:
+            pair = a, b
+            if how.rounds:
+                pair = (x if isinstance(x, MXArray) else x.astype(jnp.bfloat16) for x in pair)
+            axes = -1, how.at
+            operands = tuple((ProductOperand(*one),) for one in zip(pair, axes, strict=True))
+        else:
+            groups = Groups.from_sizes(sizes, a.shape[0], align=align_of(recipe))
+            operands = tuple((_by_slot("lhs", x, groups, recipe)[1],) for x in (a, b))
+            sizes, options = groups.sizes, {"align": groups.align, "over_rows": True}
+        product = static.multiplication((0, 0), (1, 0), how.dtype, groups=how.kind, **options)
+        return Step((product,))(operands, sizes)[0][0]
+
+    def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
+        a, b, sizes = operands
+        if how.kind == SUMS:
+            first, second = (ROWS, -1, b, dy), (ROWS, -2, a, dy)
+        else:
+            order = (a, dy) if how.at == -2 else (dy, a)
+            first, second = (ROWS, -3 - how.at, dy, b), (SUMS, -2, *order)
+
+        def one(product: Any, dtype: Any) -> jax.Array:
+            kind, at, a, b = product
+            return run(Grouped(kind, at, dtype, how.rounds), a, b, sizes)
+
+        da = one(first, of_a) if asked[0] else None
+        return da, one(second, of_b) if asked[1] else None
+
+    def forward(operands: tuple, da: Any, db: Any) -> jax.Array:
+        a, b, sizes = operands
+        parts = [] if da is None else [run(how, da, b, sizes)]
+        return functools.reduce(jnp.add, parts + ([] if db is None else [run(how, a, db, sizes)]))
+
+    return _derived(static.op, (a, b, sizes), value, gradients, forward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

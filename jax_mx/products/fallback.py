@@ -10,7 +10,7 @@ from jax_mx.arrays.checks import held, implementation_of, name_among
 from jax_mx.ops.mxarray import MXArray, dequantize
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.recipes import check_recipe
+from jax_mx.products.recipes import check_recipe, is_floats
 
 Fallback = Literal["floats", "bf16"] | None
 FALLBACKS = ("floats", "bf16")
@@ -77,3 +77,10 @@ def as_floats(*operands: Any) -> list[jax.Array]:
     types = [jnp.asarray(x).dtype for x in plain if not isinstance(x, MXArray)]
     dtype = jnp.result_type(*types) if types else jnp.bfloat16
     return [dequantize(x, dtype) if isinstance(x, MXArray) else jnp.asarray(x) for x in plain]
+
+
+def unquantized(recipe: Any, *weights: Any) -> list[Any]:
+    """Weights as a layer takes them: of "floats" not the forms that another recipe made."""
+    if not is_floats(recipe):
+        return [*weights]
+    return [w.floats if isinstance(w, QuantizedWeight) else w for w in map(held, weights)]

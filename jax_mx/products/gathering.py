@@ -277,7 +277,7 @@ def _forms(
     side: Arrangement, w: jax.Array, recipe: Recipe, across: tuple[Names, Names] = ((), ())
 ) -> tuple[ProductOperand, ProductOperand]:
     """Both forms; `across`: the axes of a shard_map that split either contracted axis."""
-    asked = dataclasses.replace(Unquantized.of(side, w, recipe), across=across)
+    asked = dataclasses.replace(Unquantized.of(side, w, recipe), across=across, moves=True)
     first, second = asked.forms()
     return first, second
 

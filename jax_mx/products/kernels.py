@@ -52,6 +52,9 @@ FEW_ROWS, FEWEST_ROWS, LARGE = 1024, 16, 10_000_000
 LONG = 4
 # The fewest rows of x that tiles have where FP8 tensor cores multiply.
 _FP8_ROWS = min(product.rows for product in PRODUCTS if product.op == "matmul_fp8")
+# What the sizes of a W in parts are multiples of: its rows, so that those of y begin at 16 bytes,
+# and the elements of a part, so that no copy has some of two.
+ALIGNED, PART = 8, 128
 # How many elements along K FP8 tensor cores add up before scales are applied, by the window.
 _SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
 
@@ -225,6 +228,25 @@ def run(contraction: Contraction, served: Served) -> jax.Array:
     a, free = matrix(x, numbers.contracting[0][0], numbers.batch[0])
     b, columns = matrix(w, numbers.contracting[1][0], numbers.batch[1], plan.free)
     return kernel_plans.by_plan(plan, a, b).reshape(*batch, *free, *columns)
+
+
+def reads_parts(contraction: Contraction, served: Served, chips: Sequence[str]) -> bool:
+    """Whether a dense product has a kernel for codes of rhs in parts of the contracted axis.
+
+    FSDP splits weights along it. What devices gather lies so, and to put it in order takes as long
+    as to move it.
+    """
+    plan, numbers, x = served.plan, contraction.numbers, contraction.lhs
+    if plan is None or plan.op != "matmul_fp8" or plan.window != ROW or numbers.groups:
+        return False
+    is_last = numbers.contracting == ((x.ndim - 1,), (1,)) and not numbers.batch[0]
+    parted = dataclasses.replace(plan, parts=2)
+    return is_last and not registry.IMPLEMENTATIONS[NAME].support(parted, chips).refusal
+
+
+def may_be_parts(parts: Sequence[int]) -> bool:
+    """Whether that kernel reads codes of this shape, (parts, N, K / parts): whole copies."""
+    return parts[1] % ALIGNED == 0 and parts[2] % PART == 0
 
 
 def _run_groups(contraction: Contraction, plan: ProductPlan) -> jax.Array:

@@ -290,6 +290,9 @@ class Back(NamedTuple):
     sums: tuple[Any, ...]
 
 
+IN_PARTS = "; its two products with recipe='bf16', and jax.nn's activation between them, have all"
+
+
 @partial(jax.jit, static_argnums=0)
 def layer(
     static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes
@@ -303,7 +306,7 @@ def layer(
       routing: the experts of each row, or None.
       recipes: of both products.
     """
-    given = jax.tree.map(primitive.reverse_only(static.op), given)
+    given = jax.tree.map(primitive.reverse_only(static.op, IN_PARTS), given)
     return _layer(static, given, quantized, routing, recipes)
 
 

@@ -34,6 +34,7 @@ from jax_mx.products.derivative import (
     gathered_once,
     parts_of,
 )
+from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
@@ -75,7 +76,7 @@ def mlp(
         automatic meshes set the mesh (jax.set_mesh): without it, an x that is split along another
         axis than the first is gathered.
       w_gate_up: (D, 2 I), all gates, then all ups, of an activation without a gate (D, I): floats
-        of x's dtype, what `recipe.quantize_weight` makes of them, or a frozen `MXArray`, also
+        of any type, what `recipe.quantize_weight` makes of them, or a frozen `MXArray`, also
         (2 I, D), with its blocks along D. 32 divides I. Or a pair of these, each (D, I): gates'
         and ups', as checkpoints have them. x is quantized once for both; the gradient of x is the
         sum of what each gives, added in x's dtype.
@@ -86,7 +87,7 @@ def mlp(
       b_down: floats (N,), or None; likewise.
       activation: see `gated`.
       interleaved: whether gates and ups come by turns along 2 I, not all gates first.
-      recipe: how floats are quantized, see `dot_general`.
+      recipe: how floats are quantized, see `dot_general`; "floats" leaves them as they are.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized x. With the
         last two, gradients too are those of the three functions, but for the order of sums.
@@ -114,6 +115,8 @@ def mlp(
         raise TypeError(f"{op}: x must be an array of floats, got {type(x).__name__}")
     dtype = float_dtype(op, "x", x.dtype)
     given = w_gate_up if pair else [w_gate_up]
+    if any(isinstance(w, QuantizedWeight) for w in (*given, w2)):
+        *given, w2 = unquantized(recipe, *given, w2)
     first = [operand_of(op, *each) for each in zip(names, given, strict=True)]
     exact = is_exact(op, precision)
     sizes = functools.partial(_sizes, x, [*first, w2])
@@ -280,8 +283,8 @@ def _layout(
     if isinstance(w, MXArray):
         check_frozen(op, name, recipe)
         at = w.axis % 2 if len(w.block) == 1 else 0
-    elif (found := float_dtype(op, name, w.dtype)) != dtype and not isinstance(w, QuantizedWeight):
-        raise TypeError(f"{op}: x is {dtype}, {name} is {found}; convert one to the other's type")
+    else:
+        float_dtype(op, name, w.dtype)
     if w.shape[at] != lhs[-1]:
         raise ValueError(
             f"{op}: {name} has the shape {tuple(w.shape)}, whose contracted axis {at} should have "

@@ -142,7 +142,8 @@ def _lower(platform: str | None, ctx: Any, *leaves: Any, tree: Any, numbers: Num
     splitting = splitting_of(abstract, target)
     abstract = splitting.contraction
     served = decide(abstract, target)
-    with targets.pallas_lowers_for(chips_of(target) if target.carries else (), ctx) as ctx:
+    carries = target.carries and IMPLEMENTATIONS[served.implementation].is_pallas
+    with targets.pallas_lowers_for(chips_of(target) if carries else (), ctx) as ctx:
         if splitting.is_shared_by(served):
             return splitting.call(ctx, leaves, served, target)
         return _lower_alone(ctx, leaves, tree, numbers, splitting, served)
@@ -213,6 +214,7 @@ class Multiplication(NamedTuple):
       implementation: see `Numbers`.
       chosen: see `Numbers`.
       over_rows: see `Numbers`.
+      moved: see `Numbers`.
       caller: see `Numbers`.
     """
 
@@ -229,6 +231,7 @@ class Multiplication(NamedTuple):
     implementation: str | None = None
     chosen: Any = None
     over_rows: bool = False
+    moved: np.dtype | None = None
     caller: str = ""
 
     def of(self, forms: Sequence[Any], sizes: Any) -> Contraction:
@@ -259,6 +262,7 @@ class Multiplication(NamedTuple):
             self.implementation,
             self.chosen,
             self.over_rows,
+            self.moved,
             self.caller,
         )
         contraction = Contraction(numbers, a.array, b.array, sizes if self.groups else None)

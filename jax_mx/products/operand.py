@@ -229,6 +229,7 @@ class Unquantized:
       across: for each reader the axes of a shard_map among whose devices a row lies that it
         contracts.
       number: of the operand among those that one call rounds at random by one key.
+      moves: whether its forms are gathered from several devices, which takes scales in rows.
     """
 
     x: Any
@@ -242,6 +243,7 @@ class Unquantized:
     pads: tuple[int, int] = dataclasses.field(default=(0, 0), metadata={"static": True})
     across: tuple[Any, Any] = dataclasses.field(default=((), ()), metadata={"static": True})
     number: int = dataclasses.field(default=0, metadata={"static": True})
+    moves: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def of(
@@ -377,13 +379,17 @@ class Unquantized:
         """Where scales lie: of square blocks and of gradients kernels write them in rows alone."""
         own = self.activation.own if self.has_sums else self.activation
         alone = self.blocks.square or getattr(own, "gradient", None) is not None
-        return ROW_MAJOR if alone else layout_for_trace()
+        if alone or self.moves:
+            return ROW_MAJOR
+        is_made = self.rows is not None or own is not None or any(self.pads)
+        return layout_for_trace(None if is_made else self.x)
 
     def _floats(self, x: jax.Array) -> jax.Array:
-        """In bfloat16 what `quantize` would quantize."""
+        """What `quantize` would quantize, in bfloat16 unless the recipe leaves floats."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
         own = self.activation.own if self.has_sums else self.activation
-        return (x if own is None else made("quantize", x, own)).astype(jnp.bfloat16)
+        x = x if own is None else made("quantize", x, own)
+        return x.astype(jnp.bfloat16) if self.recipe.rounds else x
 
     def _sums_with(self, parts: list[_Part]) -> bool:
         """Whether one call gives both forms and the sums."""

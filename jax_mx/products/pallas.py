@@ -3,7 +3,8 @@
 Operands are made floats first. For Hopper there are products over groups. For Blackwell there are a
 dense one, and one over groups. JAX's interpreter executes the dense one (tests/test_blackwell.py).
 Nobody here executed the one over groups: it is of pairs of thread blocks, which the interpreter
-lacks; of single blocks JAX does not trace it (0.12.0).
+lacks; of single blocks JAX does not trace it (0.12.0). Exports lack it, as it asks the device how
+many cores it has. No kernel sums over groups, as gradients of weights do.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ def prefers_blackwell(contraction: Contraction, platform: str, chips: Sequence[s
 
 def blackwell_support(contraction: Contraction, chips: Sequence[str]) -> Served:
     """Whether JAX's kernels for Blackwell serve a contraction on chips."""
-    why = _lacking(contraction, chips) or contraction.unsplit or contraction.carried
-    why = why or _obstacle(contraction)
+    why = _lacking(contraction, chips) or contraction.unsplit or _obstacle(contraction)
+    why = why or (contraction.carried if contraction.numbers.groups else "")
     return refused(BLACKWELL, contraction, why) if why else Served(BLACKWELL, reads_floats=True)
 
 

@@ -50,7 +50,8 @@ from jax_mx.products.operand import (
 T = TypeVar("T")
 _BF16 = "bf16"  # of a product that is not quantized
 AUTO = "auto"  # the name of the recipe that a call resolves when it is traced
-FLOATS = "floats"  # that of no recipe: JAX multiplies, and MX is switched off
+FLOATS = "floats"  # of products that leave floats as they are: MX is switched off
+_PLAIN = (_BF16, FLOATS)
 
 
 class Chosen(NamedTuple):
@@ -94,7 +95,8 @@ class Product(Value):
 
     Attributes:
       format: of both operands instead of the recipe's, a `Format` or its name; or "bf16": the
-        operands are rounded to bfloat16 instead of being quantized. None: as the recipe says.
+        operands are rounded to bfloat16 instead of being quantized; or "floats", of all three
+        products: they stay as they are. None: as the recipe says.
       hadamard: a transform of both operands along the contracted axis, which the product does not
         feel but for rounding; its size divides the contracted length. None: none.
       rounding: of the gradient, in dgrad and wgrad; without a prescale. None: to nearest even.
@@ -119,17 +121,17 @@ class Product(Value):
             raise TypeError(
                 f"Product: rounding must be None or a Stochastic, got {shown(self.rounding)}"
             )
-        if self.format is not None and self.format != _BF16:
-            allowed = {**FORMATS, _BF16: _BF16}
+        if self.format is not None and self.format not in _PLAIN:
+            allowed = {**FORMATS, **dict(zip(_PLAIN, _PLAIN, strict=True))}
             format = named("Product: format", allowed, self.format)
             object.__setattr__(self, "format", format)
         if self.window is not None:
             object.__setattr__(self, "window", _along_one_axis("Product", self.window, SHARD))
         for name in ("hadamard", "rounding", "window"):
-            if self.format == _BF16 and getattr(self, name) is not None:
+            if self.format in _PLAIN and getattr(self, name) is not None:
                 raise ValueError(
-                    f"Product: {name} is of what is quantized, and format={_BF16!r} quantizes "
-                    "nothing; leave one of them out"
+                    f"Product: {name} is of what is quantized, and format={self.format!r} "
+                    "quantizes nothing; leave one of them out"
                 )
         if self.rounding is not None and self.rounding.prescale is not None:
             raise ValueError(
@@ -201,6 +203,10 @@ class Recipe(Value):
         object.__setattr__(self, "block", block if len(block) > 1 else BLOCK)
         for name in PRODUCTS:
             object.__setattr__(self, name, _product(name, getattr(self, name)))
+        if 0 < sum(getattr(self, name).format == FLOATS for name in PRODUCTS) < len(PRODUCTS):
+            raise ValueError(
+                f"Recipe: {FLOATS!r} is of all three products; give it to forward, dgrad and wgrad"
+            )
         if SHARD in (getattr(self, name).window for name in ("forward", "dgrad")):
             raise ValueError(
                 f"Recipe: the window {SHARD!r} is of what is summed over rows: give it to wgrad"
@@ -241,7 +247,12 @@ class Recipe(Value):
     @property
     def quantizes(self) -> bool:
         """Whether some product's operands are quantized, instead of rounded to bfloat16."""
-        return any(getattr(self, product).format != _BF16 for product in PRODUCTS)
+        return any(getattr(self, product).format not in _PLAIN for product in PRODUCTS)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether floats that are not quantized are rounded to bfloat16."""
+        return cast(Product, self.forward).format != FLOATS
 
     @classmethod
     def auto(cls, *, weight: str = "rhs") -> Recipe:
@@ -279,7 +290,7 @@ class Recipe(Value):
 
     def _use(self, operand: str, name: str) -> Use:
         product, window = getattr(self, name), self.window_in(name, operand)
-        if product.format == _BF16:
+        if product.format in _PLAIN:
             return Use(None, window=window)
         rounding = product.rounding if operand == "gradient" else None
         return Use(product.format or getattr(self, operand), product.hadamard, rounding, window)
@@ -492,6 +503,8 @@ def mxfp4_backward(key: jax.Array) -> Recipe:
 # Nothing is quantized but rounded to bfloat16: what the others are compared with. Of weights that
 # are MX already, what is multiplied with them stays floats.
 BF16 = Recipe(forward=_BF16, dgrad=_BF16, wgrad=_BF16)
+# The recipe "floats" where a layer's own derivative follows one; of single products JAX has it.
+AS_THEY_ARE = Recipe(forward=FLOATS, dgrad=FLOATS, wgrad=FLOATS)
 RECIPES = {
     "mxfp8": MXFP8,
     "mxfp8_rows": MXFP8_ROWS,
@@ -515,7 +528,9 @@ def recipe_of(op: str, recipe: Any) -> Recipe:
     """
     if isinstance(recipe, Recipe):
         return recipe
-    allowed = ", ".join(map(repr, (AUTO, *RECIPES)))
+    if is_floats(recipe):
+        return AS_THEY_ARE
+    allowed = ", ".join(map(repr, (AUTO, *RECIPES, FLOATS)))
     if isinstance(recipe, str):
         if recipe not in RECIPES:
             raise ValueError(
@@ -538,12 +553,12 @@ def is_floats(recipe: Any) -> bool:
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-    """Refuses neither "auto" and "floats" nor what `recipe_of` takes.
+    """Refuses neither "auto" nor what `recipe_of` takes.
 
     Raises:
       TypeError, ValueError: it is something else.
     """
-    if not is_auto(recipe) and not is_floats(recipe):
+    if not is_auto(recipe):
         recipe_of(op, recipe)
 
 

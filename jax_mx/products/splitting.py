@@ -27,7 +27,9 @@ from jax_mx.lowering.plan import ProductPlan, described, plan_in
 from jax_mx.lowering.targets import Target
 from jax_mx.ops import metadata
 from jax_mx.ops.mxarray import MXArray
+from jax_mx.products import kernel_plans, kernels
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
+from jax_mx.products.decide import chips_of
 from jax_mx.products.implementations import IMPLEMENTATIONS
 
 NAME = "product"
@@ -71,7 +73,7 @@ class Splitting(NamedTuple):
     ) -> Sequence[Any]:
         """Emits the call that XLA splits; of MLIR values."""
         assert self.rule is not None
-        parameters = parameters_of(self, served)
+        parameters = parameters_of(self, served, target)
         return partition.call(ctx, NAME, parameters, self.rule, leaves, target)
 
 
@@ -126,8 +128,11 @@ def _obstacle(contraction: Contraction, target: Target) -> str:
     sides = (contraction.lhs, contraction.rhs)
     if any(0 in x.shape for x in sides):
         return "has no elements to split"
-    if any(isinstance(x, MXArray) and x.scale_layout.is_tiled for x in sides):
-        return "has scales in tiles"
+    tiled = [x for x in sides if isinstance(x, MXArray) and x.scale_layout.is_tiled]
+    if any(len(x.block) == 2 or x.axis not in (-2, -1) for x in tiled):
+        return "has tiles of scales of square blocks, or along a dimension before the last two"
+    if any(isinstance(x, MXArray) and x.value_layout.is_tiled for x in sides):
+        return "has codes in tiles"
     return partition.obstacle(target, jax.tree.leaves((*sides, contraction.sizes)))
 
 
@@ -150,7 +155,7 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
         name: n // units[name] if n % units[name] == 0 and name not in whole else 1
         for name, n in lengths.items()
     }
-    operands = [names for x, names in zip(sides, factors, strict=True) for _ in jax.tree.leaves(x)]
+    operands = [dims for x, names in zip(sides, factors, strict=True) for dims in _dims(x, names)]
     operands += [("g",)] * len(jax.tree.leaves(contraction.sizes))
     unread = len(jax.tree.leaves(contraction.like))
     lead = [f"b{i}" for i in range(len(numbers.batch[0]))] + ["g"] * (numbers.groups == SUMS)
@@ -162,12 +167,20 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
     return rule._replace(named=_named(rule, contraction), equal=_equal(rule, sides))
 
 
+def _dims(x: Any, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The factors of an operand's arrays: codes, scales; a tile of scales stays whole."""
+    if not isinstance(x, MXArray):
+        return [names] * len(jax.tree.leaves(x))
+    turned = (*names[:-2], names[-1], names[-2]) if x.axis == -2 else names
+    return [names, (*turned, "") if x.scale_layout.is_tiled else names]
+
+
 def _equal(rule: Rule, sides: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
     """For each operand the factors along which its elements are equal: scales along a row."""
     equal: list[tuple[str, ...]] = []
     for x in sides:
         dims = rule.operands[len(equal)]
-        is_row = isinstance(x, MXArray) and x.window == ROW
+        is_row = isinstance(x, MXArray) and x.window == ROW and not x.scale_layout.is_tiled
         equal += [(), (dims[x.axis],) if is_row else ()] if isinstance(x, MXArray) else [()]
     return (*equal, *[()] * (len(rule.operands) - len(equal)))
 
@@ -219,13 +232,16 @@ def _units(x: Any) -> list[int]:
     if isinstance(x, MXArray):
         rows, length = lengths_of(x.window)
         axes = [(-2, max(rows, BLOCK)), (-1, length)] if len(x.block) == 2 else [(x.axis, length)]
+        if x.scale_layout.is_tiled:
+            rows, blocks = x.scale_layout.pad
+            axes += [(x.axis, blocks * BLOCK), (-3 - x.axis, rows)]
         for axis, unit in axes:
-            units[axis] = unit
+            units[axis] = math.lcm(units[axis], unit)
     return units
 
 
 # ---- what a device computes ---
-def parameters_of(splitting: Splitting, served: Served) -> dict[str, Any]:
+def parameters_of(splitting: Splitting, served: Served, target: Target) -> dict[str, Any]:
     """A contraction, and what serves it, as JSON has them."""
     contraction, windows = splitting.contraction, splitting.windows
     numbers = contraction.numbers
@@ -237,6 +253,7 @@ def parameters_of(splitting: Splitting, served: Served) -> dict[str, Any]:
             numbers.groups,
             numbers.align,
             numbers.exact,
+            None if numbers.moved is None else numbers.moved.name,
         ],
         "operands": [
             metadata.described(metadata.fields_of(x)) if isinstance(x, MXArray) else None
@@ -245,22 +262,34 @@ def parameters_of(splitting: Splitting, served: Served) -> dict[str, Any]:
         "implementation": served.implementation,
         "plan": None if served.plan is None else described(served.plan),
         "windows": windows,
+        "parted": windows == 1 and kernels.reads_parts(contraction, served, chips_of(target)),
     }
 
 
-@partition.of_shards(NAME)
+def _in_parts(parameters: Mapping[str, Any], number: int, parts: Sequence[int]) -> bool:
+    """Whether an operand is codes of rhs that a kernel reads in these parts: the third leaf is."""
+    return number == 2 and parameters.get("parted", False) and kernels.may_be_parts(parts)
+
+
+@partition.of_shards(NAME, _in_parts)
 def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     """A device's part of a product, of a part of its operands."""
-    contracting, batch, dtype, groups, align, exact = parameters["numbers"]
+    contracting, batch, dtype, groups, align, exact, moved = parameters["numbers"]
     pairs: Any = [tuple(map(tuple, pair)) for pair in (contracting, batch)]
     numbers = Numbers(pairs[0], pairs[1], jnp.dtype(dtype), groups, align, exact)
     plan = None if parameters["plan"] is None else plan_in(parameters["plan"])
     assert plan is None or isinstance(plan, ProductPlan)
+    if moved is not None and any(split.of(factor) > 1 for factor in _summed(numbers)):
+        numbers = dataclasses.replace(numbers, dtype=jnp.dtype(moved))
+        plan = None if plan is None else dataclasses.replace(plan, dtype=numbers.dtype)
     served = Served(parameters["implementation"], plan=plan)
     windows = parameters["windows"]
     count = 1 if windows == 1 else windows // split.of(_summed(numbers)[-1])
 
     def run(*leaves: jax.Array) -> list[jax.Array]:
+        if parameters.get("parted") and leaves[2].ndim > leaves[3].ndim:
+            assert plan is not None
+            return [kernel_plans.by_parts(plan, *leaves)]
         rest, sides = iter(leaves), list[Any]()
         for fields in parameters["operands"]:
             if fields is None:

@@ -6,6 +6,7 @@ of MX arrays where the tensor core takes no pair of them. tcgen05_kernel.py has 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +20,12 @@ from jax_mx.facts.chips import TCGEN05
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR
 from jax_mx.lowering import targets
+from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, is_along, refused
 from jax_mx.products.tcgen05_kernel import ROWS as TILE
 from jax_mx.products.tcgen05_kernel import Items, Side, depth_of, product
+from jax_mx.reference import rows_of
 from jax_mx.reference.ragged import clamped
 
 NAME = "tcgen05"
@@ -40,27 +43,29 @@ def align_for_trace() -> int:
 
 def _serves_trace() -> bool:
     chips = targets.chips_of_trace(())
-    return bool(chips) and not _lacking(chips)
+    return bool(chips) and not _other_chip(chips) and jax.__version_info__ >= VERSION
 
 
 # ---- what it serves ---
 def support(contraction: Contraction, chips: Sequence[str]) -> Served:
     """Whether the kernel serves a contraction on chips."""
-    why = _lacking(chips) or contraction.unsplit or _shapes(contraction)
+    why, advice = _other_chip(chips), ""
+    if not why and jax.__version_info__ < VERSION:
+        wanted = ".".join(map(str, VERSION))
+        why, advice = f"wants JAX {wanted}, this is {jax.__version__}", "install it or a newer one"
+    why = why or contraction.unsplit or _shapes(contraction)
     if not why and not _codes(contraction):
         return Served(NAME)
     if not why and contraction.numbers.groups and not _floats(contraction):
         return Served(NAME, reads_floats=True)
-    return refused(NAME, contraction, why or _codes(contraction))
+    return refused(NAME, contraction, why or _codes(contraction), advice)
 
 
-def _lacking(chips: Sequence[str]) -> str:
-    """A sentence on what chips or JAX lack; empty where nothing is."""
+def _other_chip(chips: Sequence[str]) -> str:
+    """A sentence on chips that the kernel is not for; empty where it is."""
     for chip in chips:
         if chip not in TCGEN05:
             return f"has a kernel for {' and '.join(TCGEN05)}, none for {chip}"
-    if jax.__version_info__ < VERSION:
-        return f"wants JAX {'.'.join(map(str, VERSION))} or later, this is {jax.__version__}"
     return ""
 
 
@@ -96,10 +101,6 @@ def _floats(contraction: Contraction) -> str:
     dtypes = {jnp.dtype(jnp.bfloat16) if isinstance(x, MXArray) else x.dtype for x in sides}
     if len(dtypes) > 1 or not dtypes <= {*map(jnp.dtype, _FLOATS)}:
         return "takes floats of one dtype, bfloat16 or float16"
-    if contraction.length % 8:
-        return "wants a contracted length that 8 divides"
-    if numbers.groups == SUMS and numbers.align % BLOCK:
-        return f"wants groups that begin at multiples of {BLOCK}"
     return ""
 
 
@@ -108,6 +109,8 @@ def run(contraction: Contraction, served: Served) -> jax.Array:
     """The product."""
     del served
     numbers, groups = contraction.numbers, contraction.numbers.groups
+    if groups == SUMS and numbers.align % BLOCK:  # floats, see `support`
+        return run(_apart(contraction), Served(NAME, reads_floats=True))
     reads = _float_side if _codes(contraction) else _code_side
     batches = ((), (0,)) if groups == ROWS else numbers.batch
     lhs, rhs = (
@@ -133,6 +136,20 @@ def run(contraction: Contraction, served: Served) -> jax.Array:
     free = (x.shape[d] for i, x in enumerate((contraction.lhs, contraction.rhs))
             for d in contraction.free(i))  # fmt: skip
     return y.reshape(*lead, *free)
+
+
+def _apart(contraction: Contraction) -> Contraction:
+    """Sums over groups of floats that begin anywhere, as over groups at multiples of 32.
+
+    Zeros follow each group.
+    """
+    groups = Groups.from_sizes(contraction.sizes, contraction.length)
+    sides = []
+    for x, axis in zip((contraction.lhs, contraction.rhs), contraction.axes, strict=True):
+        floats = floats_of(x) if isinstance(x, MXArray) else x
+        sides.append(rows_of(floats if axis == -2 else floats.mT, groups.rows))
+    numbers = dataclasses.replace(contraction.numbers, contracting=((0,), (0,)), align=BLOCK)
+    return Contraction(numbers, *sides, groups.sizes)
 
 
 def _order(x: Any, contracting: Dims, batch: Dims) -> list[int]:

@@ -119,8 +119,12 @@ def _units(shape: Sequence[int], columns: int) -> list[int]:
 
 
 def _in_units(x: jax.Array, depth: int) -> jax.Array:
-    """An operand with zeros behind, where its matrices are no whole `_units`."""
-    rows, columns = _units(x.shape[1:], depth if x.shape[2] > depth else x.shape[2])
+    """An operand with zeros behind, where its matrices are no whole `_units`.
+
+    TMA wants rows of 16 bytes; one that is shorter than a step has no more.
+    """
+    width = depth if x.shape[2] > depth else 128 // jnp.finfo(x.dtype).bits
+    rows, columns = _units(x.shape[1:], width)
     return padded(x, (rows - x.shape[1], columns - x.shape[2]))
 
 

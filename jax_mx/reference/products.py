@@ -25,7 +25,9 @@ def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *sizes, plan: Any)
 
 
 def matmul_fp8(x_codes, x_scales, codes, scales, *sizes, plan: Any) -> list:
-    """The same for an x (T, K) in MX."""
+    """The same for an x (T, K) in MX; codes may lie in parts of K, (parts, N, K / parts)."""
+    if plan.parts > 1:
+        codes = codes.swapaxes(0, 1).reshape(1, codes.shape[1], -1)
     x = _floats(x_codes, x_scales, plan.formats[0])
     w = _floats(codes, scales, plan.formats[-1])
     return [_product(x, w, *sizes).astype(plan.dtype)]

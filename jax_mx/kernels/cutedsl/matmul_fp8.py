@@ -143,9 +143,12 @@ class Windows(Pipeline):
         t, wide, groups, width, blocks, result = scalars
         line = blocks * BLOCK
         stride = cute.assume(Int64(line), 32)
-        slab = cute.assume(Int64(line) * width, 32)
         mX = cute.make_tensor(x, cute.make_layout((t, wide), stride=(stride, 1)))
         matrices = groups if const_expr(self.rank == 3) else 1
+        if const_expr(self.product.parted):
+            line = line // matrices
+            stride = cute.assume(Int64(line), 32)
+        slab = cute.assume(Int64(line) * width, 32)
         mW = cute.make_tensor(
             w, cute.make_layout((width, line, matrices), stride=(stride, 1, slab))
         )
@@ -173,6 +176,9 @@ class Windows(Pipeline):
         sW = self.operand(base, self.w_at, self.types[1], self.columns)
         self.begin(tid, base, full, empty)
 
+        parts = groups  # of K, that codes of W lie in
+        if const_expr(self.product.parted):
+            groups = Int32(1)
         across = (width + self.columns - 1) // self.columns
         windows = (blocks * BLOCK + LINE * self.span - 1) // (LINE * self.span)
         total = windows * self.span  # stages
@@ -199,13 +205,18 @@ class Windows(Pipeline):
                     mine = self.part(self.below)
                     for step in cutlass.range(count, unroll=1):
                         i = begin + step
+                        of_w = i
+                        if const_expr(self.product.parted):
+                            # `mW` does not know its sizes: see `ProductEntry.parameters`.
+                            each = blocks * BLOCK // LINE // parts
+                            part, of_w = i // each, i % each
+                            tsW, tgW = self.partition(aw, mW[None, None, part], into_w, n0)
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, self.stage_bytes)
                         self.copy(ax, tgX[None, 0, i], tsX[None, 0, slot], full + slot, 1)
-                        self.copy(
-                            aw, tgW[None, mine, i], tsW[None, mine, slot], full + slot, self.below
-                        )
+                        from_, to = tgW[None, mine, of_w], tsW[None, mine, slot]
+                        self.copy(aw, from_, to, full + slot, self.below)
                         slot, phase = self.next(slot, phase)
                     index += clusters
                     at = self.seek(index, at, sizes, length, groups, across)

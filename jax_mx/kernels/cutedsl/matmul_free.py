@@ -198,9 +198,10 @@ class PlainFree(Plain):
     @cute.jit
     def dot(
         self, arrays: cutlass.Constexpr, m: Int32, e: Int32, n: Int32, wide: Int32, high: Int32,
-        blocks: Int32,
+        blocks: Int32, parts: Int32,
     ):  # fmt: skip
         """The product of row m of x and column n of matrix e."""
+        del parts
         format: cutlass.Constexpr = self.formats["w"]
         per: cutlass.Constexpr = format.codes_per_byte
         to: cutlass.Constexpr = convert.Conversion("float32", format, self.arch)

@@ -487,6 +487,9 @@ class Plain(ProductEntry):
         bid, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         high, width = width, self.width_of(width, blocks)
+        parts = Int32(1)
+        if const_expr(self.product.parted):
+            parts, groups = groups, parts
         at = self.start(sizes, t, groups)
         for m in cutlass.range(t, unroll=1):
             at = self.seek(m, at, sizes, t, groups, Int32(1))
@@ -494,7 +497,7 @@ class Plain(ProductEntry):
             for n in cutlass.range(bid * self.threads + tid, width, grid * self.threads, unroll=1):
                 total = Float32(0)
                 if e < groups:
-                    total = self.dot(arrays, m, e, n, wide, high, blocks)
+                    total = self.dot(arrays, m, e, n, wide, high, blocks, parts)
                     total = self.finished(epilogue, total, e, m, n, width)
                 elif added.toint() != Int64(0):
                     total = element(added, Int64(m) * width + n, Float32)
@@ -508,9 +511,9 @@ class Plain(ProductEntry):
     @cute.jit
     def dot(
         self, arrays: cutlass.Constexpr, m: Int32, e: Int32, n: Int32, wide: Int32, high: Int32,
-        blocks: Int32,
+        blocks: Int32, parts: Int32,
     ):  # fmt: skip
-        """The product of row m of x and row n of matrix e."""
+        """The product of row m of x and row n of matrix e, whose codes lie in parts."""
         w = Int64(e) * high + n
         total = Float32(0)
         passes = Int32(1)
@@ -526,14 +529,18 @@ class Plain(ProductEntry):
                                    cutlass.BFloat16)  # fmt: skip
                     total += Float32(left) * (right[i] * factor)
             else:
-                total += self.of_blocks(arrays, w * blocks + c, Int64(m) * blocks + b)
+                at, codes = w * blocks + c, w * blocks + c
+                if const_expr(self.product.parted):
+                    each = blocks // parts
+                    codes = (Int64(c // each) * high + n) * each + c % each
+                total += self.of_blocks(arrays, at, codes, Int64(m) * blocks + b)
         return total
 
     @cute.jit
-    def of_blocks(self, arrays: cutlass.Constexpr, at: Int64, own: Int64):
-        """The product of a block of W and a block of x."""
+    def of_blocks(self, arrays: cutlass.Constexpr, at: Int64, codes: Int64, own: Int64):
+        """The product of a block of W, with its scale and its codes there, and a block of x."""
         part = Float32(0)
-        right = self.block(arrays["codes"], at, self.formats["w"])
+        right = self.block(arrays["codes"], codes, self.formats["w"])
         factor = self.factor(arrays["scales"], at)
         left = self.block(arrays["x_codes"], own, self.formats["x"])
         for i in range_constexpr(BLOCK):

@@ -122,7 +122,8 @@ class PlainContracted(Plain):
         """The product of row m of x and row n of W over some blocks."""
         total = Float32(0)
         for b in cutlass.range(begin, begin + count, unroll=1):
-            total += self.of_blocks(arrays, Int64(n) * blocks + b, Int64(m) * blocks + b)
+            at = Int64(n) * blocks + b
+            total += self.of_blocks(arrays, at, at, Int64(m) * blocks + b)
         return total
 
 
