@@ -199,9 +199,9 @@ def test_what_lowering_refuses_begins_with_the_call_that_was_written(name):
 )
 def test_what_is_rebuilt_or_copied_is_no_new_static_argument(build):
     traced = []
-    run = jax.jit(lambda how, x: traced.append(how) or x, static_argnums=0)
-    for how in (build(), build(), copy.deepcopy(build()), pickle.loads(pickle.dumps(build()))):
-        run(how, 1.0)
+    run = jax.jit(lambda static, x: traced.append(static) or x, static_argnums=0)
+    for static in (build(), build(), copy.deepcopy(build()), pickle.loads(pickle.dumps(build()))):
+        run(static, 1.0)
     assert len(traced) == 1
     assert jax_mx.Hadamard(16, [1, -1] * 8) != jax_mx.Hadamard(16, [-1, 1] * 8)
     assert jax_mx.Hadamard(16) != jax_mx.Hadamard(32)
