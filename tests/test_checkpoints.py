@@ -377,6 +377,24 @@ def test_what_is_no_file_of_safetensors(tmp_path):
     )
 
 
+def test_numbers_in_the_other_order_of_bytes_are_saved_as_numbers(tmp_path):
+    pytest.importorskip("safetensors")
+    tensors = {
+        "x": np.arange(6.0, dtype=">f4"),
+        "i": np.arange(6, dtype=">i2").reshape(2, 3)[:, ::2],
+    }
+    jax_mx.save_safetensors(tensors, tmp_path / "w")
+    again = jax_mx.load_safetensors(tmp_path / "w")
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(again[name], x)
+    missing = tmp_path / "nothing"
+    assert_refused(
+        lambda: jax_mx.load_safetensors(missing),
+        FileNotFoundError,
+        f"load_safetensors: there is no {missing}",
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_a_gpu_holds_is_saved(format, tmp_path):

@@ -897,7 +897,7 @@ def test_bad_calls_get_one_sentence():
         (lambda: explain(matmul, x, w, device="h200"), ValueError, "'h200' is no chip's name"),
         (lambda: explain(matmul, x, w, device=3), TypeError, "explain: device must be a jax.Dev"),
         (lambda: explain(partial(matmul, implementation="fp8"), x, w), NotImplementedError,
-         "dot_general: 'fp8' wants one scale for each row"),
+         "matmul: 'fp8' wants one scale for each row"),
     ):  # fmt: skip
         assert_refused(call, error, sentence)
 

@@ -85,11 +85,11 @@ def check_product(dtype, way, record=lambda *_: None):
     x[3, 7], x[9, 100], w[200, 5] = np.nan, -np.nan, np.inf
     rows, columns = np.isin(np.arange(64), [3, 9]), np.arange(48) == 5
     x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
-    how = {"recipe": WAYS[way], "implementation": way}
+    options = {"recipe": WAYS[way], "implementation": way}
     sizes = jnp.array([40, 24], jnp.int32)
     products = {
-        "matmul": lambda x, w: jax_mx.matmul(x, w, **how),
-        "ragged_dot": lambda x, w: jax_mx.ragged_dot(x, jnp.stack([w, w]), sizes, **how),
+        "matmul": lambda x, w: jax_mx.matmul(x, w, **options),
+        "ragged_dot": lambda x, w: jax_mx.ragged_dot(x, jnp.stack([w, w]), sizes, **options),
     }
     for name in products if way != "fp8" else ("matmul",):
         y = np.asarray(jax.jit(products[name])(x, w))

@@ -705,7 +705,7 @@ def test_bad_calls_get_one_sentence():
         (lambda: matmul(x, w, preferred_element_type=jnp.int8), TypeError,
          "preferred_element_type is int8"),
         (lambda: matmul(x, w, implementation="fp8"), NotImplementedError,
-         "dot_general: 'fp8' wants one scale for each row"),
+         "matmul: 'fp8' wants one scale for each row"),
         (lambda: einsum("ii,ij->ij", w[:32], w[:32]), ValueError, "'i' stands twice in 'ii'"),
         (lambda: dot_general(x, w, (((1.5,), (0,)), ((), ()))), TypeError, "sequences of ints"),
         (lambda: einsum("ij,jk,kl", x, w), ValueError, "name 3 operands, this takes two"),

@@ -1,5 +1,8 @@
 """Calls under transformations that once ended in errors of JAX's: they work, or say what to do."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,3 +132,76 @@ def test_a_long_name_leaves_the_other_columns_in_sight():
     row |= {"relative_error": 0.0, "saturated": 0.0, "ratio": 1.0, "equal": None, "seconds": None}
     (cells,) = table([row | {"bandwidth": None, "remark": ""}])[1]
     assert len(cells[0]) <= 80 and cells[0].endswith("...") is False and cells[0].endswith("end")
+
+
+# ---- arrays that have no elements to give ---
+LOST = {  # what is wrong, the error, a part of the sentence, and how to make such an array
+    "deleted": (RuntimeError, "was deleted, or donated", lambda x: (y := x + 0, y.delete())[0]),
+    "masked": (TypeError, "has a mask", lambda x: np.ma.masked_array(np.asarray(x), mask=False)),
+    "described": (TypeError, "without elements", lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)),
+}
+SQUARE, ROWS_OF = normal(64, 64), jax.jit(jax_mx.quantize)(XS[0])
+TAKERS = {
+    "quantize": jax_mx.quantize,
+    "quantize: rounding.key": lambda x: jax_mx.quantize(SQUARE, rounding=jax_mx.Stochastic(x)),
+    "quantize_both": jax_mx.quantize_both,
+    "fake_quantize": jax_mx.fake_quantize,
+    "hadamard": jax_mx.hadamard,
+    "rms_norm": jax_mx.rms_norm,
+    "gated": jax_mx.gated,
+    "matmul": lambda x: jax_mx.matmul(x, SQUARE),
+    "einsum": lambda x: jax_mx.einsum("ij,jk->ik", SQUARE, x),
+    "mlp": lambda x: jax_mx.mlp(SQUARE, x, SQUARE[:32]),
+    "ragged_dot: group_sizes": lambda x: jax_mx.ragged_dot(XS[0], WS, x),
+    "moe: x": lambda x: jax_mx.moe(x, IDS, jnp.ones((64, 1)), WS, WS[:, :32]),
+    "quantize_weight": jax_mx.Recipe().quantize_weight,
+    "save_safetensors": lambda x: jax_mx.save_safetensors({"x": x}, "nothing"),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_arrays_without_elements(lost, tmp_path, monkeypatch):
+    """A mask that is dropped, or JAX's words for it, would hide what the caller wrote."""
+    monkeypatch.chdir(tmp_path)
+    error, says, make = LOST[lost]
+    for call, f in TAKERS.items():
+        with pytest.raises(error, match=rf"^{call}.*{says}"):
+            f(make(SQUARE))
+    if lost != "masked":
+        q = jax.tree.map(make, ROWS_OF)
+        for call in (lambda: q[:32], q.dequantize, lambda: jax_mx.matmul(q, SQUARE)):
+            with pytest.raises(error, match=rf"^[A-Za-z_.\[\]]+: .*values .*{says}"):
+                call()
+
+
+@pytest.mark.parametrize("name", ["matmul", "einsum", "mlp", "ragged_dot", "moe"])
+def test_what_lowering_refuses_begins_with_the_call_that_was_written(name):
+    by = {"implementation": "fp8" if name in ("matmul", "einsum", "mlp") else "cutedsl"}
+    calls = {
+        "matmul": lambda x: jax_mx.matmul(x, SQUARE, **by),
+        "einsum": lambda x: jax_mx.einsum("ij,jk->ik", x, SQUARE, **by),
+        "mlp": lambda x: jax_mx.mlp(x, SQUARE, SQUARE[:32], **by),
+        "ragged_dot": lambda x: jax_mx.ragged_dot(x, WS, SIZES, **by),
+        "moe": lambda x: jax_mx.moe(x, IDS, jnp.ones((64, 1)), WS, WS[:, :32], **by),
+    }
+    with pytest.raises(NotImplementedError, match=f"^{name}: "):
+        jax.jit(calls[name])(XS[0])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: jax_mx.Hadamard(16),
+        lambda: jax_mx.Hadamard(16, [1, -1] * 8),
+        jax_mx.Gated,
+        lambda: jax_mx.Recipe(wgrad=jax_mx.Product(hadamard=jax_mx.Hadamard(16, [1, -1] * 8))),
+    ],
+)
+def test_what_is_rebuilt_or_copied_is_no_new_static_argument(build):
+    traced = []
+    run = jax.jit(lambda static, x: traced.append(static) or x, static_argnums=0)
+    for static in (build(), build(), copy.deepcopy(build()), pickle.loads(pickle.dumps(build()))):
+        run(static, 1.0)
+    assert len(traced) == 1
+    assert jax_mx.Hadamard(16, [1, -1] * 8) != jax_mx.Hadamard(16, [-1, 1] * 8)
+    assert jax_mx.Hadamard(16) != jax_mx.Hadamard(32)

@@ -86,21 +86,30 @@ def array_of(op: str, name: str, x: Any) -> jax.Array:
     """
     x = floats(op, x, name)
     dtype = float_dtype(op, name, x.dtype)
+    has_elements(op, name, x)
     # A test takes a fifth of the time of asarray, which calls of tiny arrays would feel.
     if isinstance(x, jax.Array) and x.dtype == dtype:
         return x
-    has_elements(op, name, x)
     return jnp.asarray(x, dtype)
 
 
 def has_elements(op: str, name: str, x: Any) -> None:
-    """Refuses what describes an array.
+    """Refuses what describes an array, hides elements of one, or has lost them.
 
     Raises:
-      TypeError: so it does.
+      TypeError: it describes one, or has a mask.
+      RuntimeError: it was deleted or donated, as JAX says of it.
     """
-    if isinstance(x, jax.ShapeDtypeStruct):
+    if isinstance(x, jax.Array):
+        if not isinstance(x, jax.core.Tracer) and x.is_deleted():
+            raise RuntimeError(
+                f"{op}: {name} is {x.dtype}{[*x.shape]} that was deleted, or donated to another "
+                "call; pass a copy there, or what that call returns here"
+            )
+    elif isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"{op}: {name} is {shown(x)}, without elements; use jax.eval_shape")
+    elif isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{op}: {name} has a mask, which JAX lacks; pass its .filled(number)")
 
 
 def floats(op: str, x: Any, name: str = "x") -> Any:

@@ -20,6 +20,7 @@ from jax_mx.facts.sources import Source
 from jax_mx.lowering.primitive import derived
 from jax_mx.lowering.products import made_with_amaxes
 from jax_mx.ops.metadata import register_for_export
+from jax_mx.ops.preprocessing import Value
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
@@ -49,7 +50,7 @@ class Of:
     meta_fields=("name", "interleaved"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class Gated:
+class Gated(Value):
     """What is quantized is `gated(x, name, ...)`, or its gradient, without the array in between.
 
     A pytree; weights, up and gradient are data.

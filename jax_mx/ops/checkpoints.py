@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jax_mx.arrays.checks import shown
+from jax_mx.arrays.checks import has_elements, shown
 from jax_mx.facts import files
 from jax_mx.ops import metadata
 from jax_mx.ops.mxarray import MXArray
@@ -242,6 +242,7 @@ def _held(op: str, name: str, array: Any) -> np.ndarray | jax.Array:
     """
     if isinstance(array, jax.core.Tracer):
         raise TypeError(f"{op}: {name!r} has no values while a program is traced; save its results")
+    has_elements(op, repr(name), array)
     dtype = getattr(array, "dtype", None)
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(f"{op}: {name!r} is a key; save jax.random.key_data of it")
@@ -266,6 +267,7 @@ def _held(op: str, name: str, array: Any) -> np.ndarray | jax.Array:
             )
         if dtype is None:
             held = _as_jax_takes(op, name, held)
+        held = held.astype(held.dtype.newbyteorder("="), copy=False)  # files have one order
     is_plain = held.dtype.kind in "biuf" and held.dtype.itemsize <= 8
     if not is_plain and held.dtype not in _NAMES and held.dtype != np.complex64:
         raise TypeError(f"{op}: {name!r} is {held.dtype}, which files do not have; convert it")
@@ -409,7 +411,9 @@ def header_of(
     library = _safetensors(op)
     if Path(path).is_dir():
         raise ValueError(f"{op}: {os.fspath(path)} is a folder; name a .safetensors file in it")
-    if Path(path).exists() and not Path(path).is_file():
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{op}: there is no {os.fspath(path)}; name a .safetensors file")
+    if not Path(path).is_file():
         raise ValueError(f"{op}: {os.fspath(path)} is no file; name a .safetensors file")
     try:
         with library.safe_open(os.fspath(path), framework="np") as file:

@@ -12,7 +12,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import held, is_symbolic, shown, whole
+from jax_mx.arrays.checks import has_elements, held, is_symbolic, shown, whole
 from jax_mx.arrays.sharding import is_explicit, resharded
 from jax_mx.facts.formats import BLOCK
 from jax_mx.lowering.primitive import vary_alike
@@ -213,6 +213,7 @@ def integers(op: str, name: str, values: Any) -> jax.Array:
       TypeError: they are no integers.
     """
     values = held(values)
+    has_elements(op, name, values)
     if not isinstance(values, jax.Array):
         # NumPy's first: without x64 JAX cuts int64 off, and makes 0 of 2^32.
         for array in (np.asarray, jnp.asarray):

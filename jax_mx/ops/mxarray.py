@@ -17,7 +17,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_mx import reference
-from jax_mx.arrays.checks import axis_of, block_of, blocks_fit, blocks_in, held, values_fit
+from jax_mx.arrays.checks import (
+    axis_of,
+    block_of,
+    blocks_fit,
+    blocks_in,
+    has_elements,
+    held,
+    values_fit,
+)
 from jax_mx.arrays.sharding import gathered, is_explicit, resharded, spec_of
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import (
@@ -614,6 +622,7 @@ def checked(op: str, name: str, q: Any) -> MXArray:
     format, layout, values_in, block = q.format, q.scale_layout, q.value_layout, q.block
     for field, want in (("values", format.storage), ("scales", SCALE_DTYPE)):
         array = getattr(q, field)
+        has_elements(op, f"{name}.{field}", array)
         if not hasattr(array, "dtype") or array.dtype != want:
             found = getattr(array, "dtype", type(array).__name__)
             raise TypeError(f"{op}: {name}.{field} is {found}, {format!r} has {want}")

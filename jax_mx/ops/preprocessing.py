@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx import reference
-from jax_mx.arrays.checks import array_of, axis_of, one_of, padded, shown, window_of
+from jax_mx.arrays.checks import (
+    array_of,
+    axis_of,
+    has_elements,
+    one_of,
+    padded,
+    shown,
+    window_of,
+)
 from jax_mx.arrays.sharding import iota, spec_of
 from jax_mx.arrays.views import divided, reshape
 from jax_mx.facts.formats import BLOCK
@@ -25,9 +33,34 @@ from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.placing import require_whole_groups
 
 
+class Value:
+    """A pytree, equal to one with the same static fields, numbers of NumPy and very arrays of JAX.
+
+    So one that is rebuilt, or a copy, is no new static argument of a jitted function.
+    """
+
+    def _parts(self) -> tuple[Any, ...]:
+        leaves, structure = jax.tree.flatten(self)
+        return structure, *map(_part, leaves)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Value):
+            return NotImplemented
+        return self is other or self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash(self._parts())
+
+
+def _part(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        return leaf.dtype, leaf.shape, leaf.tobytes()
+    return id(leaf)
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=("key",), meta_fields=("prescale",))
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stochastic:
+class Stochastic(Value):
     """Rounding up or down at random, so that the mean of many is the element itself.
 
     A code is rounded up with the probability of its distance from the code below, to 16 bits.
@@ -59,7 +92,7 @@ class Stochastic:
 
 @partial(jax.tree_util.register_dataclass, data_fields=("signs",), meta_fields=("size",))
 @dataclasses.dataclass(frozen=True, eq=False)
-class Hadamard:
+class Hadamard(Value):
     """A rotation of each `size` consecutive elements along the block axis, before they are scaled.
 
     See `jax_mx.hadamard`. Products do not change when both operands are rotated alike along the
@@ -332,6 +365,7 @@ def _size(op: str, size: Any) -> int:
 
 
 def _check_key(op: str, name: str, key: Any) -> None:
+    has_elements(op, name, key)
     dtype, shape = getattr(key, "dtype", np.dtype(object)), getattr(key, "shape", None)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raw, want = "", ()
@@ -347,6 +381,7 @@ def _signs(op: str, signs: Any, size: int) -> jax.Array | np.ndarray:
     """The signs as an array, of NumPy unless they are one of JAX."""
     if signs is None:
         return np.zeros(size, bool)
+    has_elements(op, "signs", signs)
     try:
         array = signs if isinstance(signs, jax.Array) else np.asarray(signs)
     except (TypeError, ValueError):

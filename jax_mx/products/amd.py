@@ -36,7 +36,7 @@ def support(contraction: Contraction, chips: Sequence[str]) -> Served:
     answer = registry.IMPLEMENTATIONS[NAME].support(plan, chips)
     if answer.refusal:
         instead = "'dequantize' serves it"
-        refusal = dataclasses.replace(answer.refusal, call=contraction.op, instead=instead)
+        refusal = dataclasses.replace(answer.refusal, call=contraction.name, instead=instead)
         return Served(NAME, refusal=refusal)
     plan = dataclasses.replace(plan, implementation=NAME)  # which never falls back in silence
     return Served(NAME, answer.kernels, plan=plan)

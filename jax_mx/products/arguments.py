@@ -305,6 +305,7 @@ def sizes_of(op: str, sizes: Any, groups: int) -> jax.Array:
     Raises:
       TypeError, ValueError: they are none.
     """
+    has_elements(op, "group_sizes", sizes)
     dtype = getattr(sizes, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(

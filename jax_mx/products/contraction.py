@@ -49,6 +49,7 @@ class Numbers:
       chosen: what the recipe "auto" became; None where the caller passed another.
       over_rows: whether it sums over rows, as the gradient of a weight does.
       moved: the dtype in which sums of devices' parts move, where that is not the result's.
+      caller: the public function that names the implementation, for its refusal; else "".
     """
 
     contracting: tuple[Dims, Dims]
@@ -62,6 +63,7 @@ class Numbers:
     chosen: Any = None
     over_rows: bool = False
     moved: np.dtype | None = None
+    caller: str = ""
 
     @property
     def dimensions(self) -> tuple[tuple[Dims, Dims], tuple[Dims, Dims]]:
@@ -112,7 +114,7 @@ class Contraction:
     @property
     def name(self) -> str:
         """Its name in messages."""
-        return self.op
+        return self.numbers.caller or self.op
 
     @property
     def implementation(self) -> str | None:
@@ -249,7 +251,7 @@ class Served(Support):
 def refused(name: str, contraction: Contraction, why: str, advice: str = "") -> Served:
     """The answer of an implementation that does not serve, and what does."""
     instead = "use implementation=None or 'dequantize'"
-    return Served(name, refusal=Refusal(contraction.op, f"{name!r} {why}", advice, instead))
+    return Served(name, refusal=Refusal(contraction.name, f"{name!r} {why}", advice, instead))
 
 
 def contraction_of(tree: Any, leaves: Sequence[Any], numbers: Numbers) -> Contraction:

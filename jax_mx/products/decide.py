@@ -49,7 +49,7 @@ def decide(contraction: Contraction, target: targets.Target) -> Served:
             promised = decided(contraction, target.platform, chips).name
         if promised != (name := served.implementation):
             raise RuntimeError(
-                f"{contraction.op}: this process takes {name!r}, others of this program may take "
+                f"{contraction.name}: this process takes {name!r}, others of this program may take "
                 f"{promised!r}, whose kernels this installation lacks, and all must take the same: "
                 f"install them everywhere, or pass implementation={name!r} everywhere"
             )

@@ -216,6 +216,8 @@ class Static(NamedTuple):
             how["batch"] = self.layout.lhs.batch
         names = ("exact", "implementation", "chosen")
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.implementation is not None:
+            shared["caller"] = self.op
         return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **how)
 
     @property

@@ -75,7 +75,7 @@ def support(contraction: Contraction, chips: Sequence[str], *, tile: int | None 
     found, name = registry.IMPLEMENTATIONS[NAME].support(plan, chips), name_of(tile)
     if found.refusal:
         instead = "'dequantize' serves it"
-        refusal = dataclasses.replace(found.refusal, call=contraction.op, instead=instead)
+        refusal = dataclasses.replace(found.refusal, call=contraction.name, instead=instead)
         return Served(name, refusal=refusal)
     plan = dataclasses.replace(plan, implementation=NAME)  # which never falls back in silence
     return Served(name, found.kernels, plan=plan, reads_floats=plan.op in ("matmul", "wgrad"))

@@ -215,6 +215,7 @@ class Multiplication(NamedTuple):
       chosen: see `Numbers`.
       over_rows: see `Numbers`.
       moved: see `Numbers`.
+      caller: see `Numbers`.
     """
 
     lhs: tuple[int, int]
@@ -231,6 +232,7 @@ class Multiplication(NamedTuple):
     chosen: Any = None
     over_rows: bool = False
     moved: np.dtype | None = None
+    caller: str = ""
 
     def of(self, forms: Sequence[Any], sizes: Any) -> Contraction:
         """The contraction of two of the operands' forms."""
@@ -261,6 +263,7 @@ class Multiplication(NamedTuple):
             self.chosen,
             self.over_rows,
             self.moved,
+            self.caller,
         )
         contraction = Contraction(numbers, a.array, b.array, sizes if self.groups else None)
         if self.like is None or not (mesh.empty or mesh.are_all_axes_auto):

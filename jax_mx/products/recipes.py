@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.arrays.checks import (
+    array_of,
     block_of,
     blocks_in,
     flag,
-    float_dtype,
     held,
     name_among,
     shown,
@@ -37,7 +37,7 @@ from jax_mx.facts.formats import (
 )
 from jax_mx.facts.windows import ROW, SHARD, TILE, Window
 from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.preprocessing import Hadamard, Stochastic
+from jax_mx.ops.preprocessing import Hadamard, Stochastic, Value
 from jax_mx.products.arrangements import Units, arrangement_of, check_contracted
 from jax_mx.products.operand import (
     BlockRule,
@@ -86,25 +86,9 @@ def _register(kind: type[T]) -> type[T]:
     return kind
 
 
-class _Value:
-    """What is equal to what has the same static fields and the very same keys and signs."""
-
-    def _parts(self) -> tuple[Any, ...]:
-        leaves, structure = jax.tree.flatten(self)
-        return structure, *map(id, leaves)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Value):
-            return NotImplemented
-        return self is other or self._parts() == other._parts()
-
-    def __hash__(self) -> int:
-        return hash(self._parts())
-
-
 @_register
 @dataclasses.dataclass(frozen=True, eq=False)
-class Product(_Value):
+class Product(Value):
     """What one of the three products of a layer does unlike the rest of its recipe.
 
     A pytree: keys and signs in it are data.
@@ -158,7 +142,7 @@ class Product(_Value):
 
 @_register
 @dataclasses.dataclass(frozen=True, eq=False)
-class Recipe(_Value):
+class Recipe(Value):
     """How a product's operands are quantized, in its forward pass and in both gradients.
 
     The products of y = lhs . rhs are: *forward*, lhs and rhs along the contracted axis; *dgrad*,
@@ -356,8 +340,7 @@ class Recipe(_Value):
             raise TypeError(
                 f"{op}: w is quantized already; products take it as it is, or pass the floats"
             )
-        dtype = float_dtype(op, "w", getattr(w, "dtype", None))
-        w = jnp.asarray(w, dtype)
+        w = array_of(op, "w", w)
         contracted, batched = dimensions(op, w.ndim, contracting, batch)
         check_contracted(op, w.shape, contracted, self.units.forward)
         side = arrangement_of(w.shape, contracted, batched, self.units.dgrad)
