@@ -382,7 +382,10 @@ class Unquantized:
         if alone or self.moves:
             return ROW_MAJOR
         is_made = self.rows is not None or own is not None or any(self.pads)
-        return layout_for_trace(None if is_made else self.x)
+        if is_made:
+            return layout_for_trace()
+        sides = enumerate(self.x.shape)
+        return layout_for_trace(tuple(n // shards_of(self.x, axis)[1] for axis, n in sides))
 
     def _floats(self, x: jax.Array) -> jax.Array:
         """What `quantize` would quantize, in bfloat16 unless the recipe leaves floats."""

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
@@ -18,7 +17,6 @@ from jax_mx.facts.layouts import (
 )
 from jax_mx.lowering import targets
 from jax_mx.products import tcgen05
-from jax_mx.products.contraction import shard_of
 
 # By chip, where scales lie that a matrix core takes without another pass; elsewhere in rows.
 _LAYOUTS: Mapping[str, ScaleLayout] = {
@@ -27,35 +25,36 @@ _LAYOUTS: Mapping[str, ScaleLayout] = {
 }
 
 
-def layout_for_trace(x: Any = None) -> ScaleLayout:
+def layout_for_trace(shard: tuple[int, ...] | None = None) -> ScaleLayout:
     """The layout of scales that products of a trace read as they lie.
 
-    Where XLA splits a program scales stay in rows, unless each shard of x has whole tiles.
+    Where XLA splits a program scales stay in rows, unless each shard has whole tiles.
 
     Args:
-      x: (..., rows, columns), what is quantized along either; None: not known.
+      shard: the shape of a device's part of what is quantized, (..., rows, columns); None: not
+        known.
     """
     layouts = {_LAYOUTS.get(chip, ROW_MAJOR) for chip in targets.chips_of_trace(())}
     if len(layouts) != 1:
         return ROW_MAJOR
     (layout,) = layouts
     is_old = layout == BLOCKED_128X4 and jax.__version_info__ < tcgen05.VERSION
-    return layout if not is_old and _has_whole_tiles(x, layout) else ROW_MAJOR
+    return layout if not is_old and _has_whole_tiles(shard, layout) else ROW_MAJOR
 
 
-def _has_whole_tiles(x: Any, layout: ScaleLayout) -> bool:
-    """Whether the shards of x have whole tiles along both axes, whatever XLA splits.
+def _has_whole_tiles(shard: tuple[int, ...] | None, layout: ScaleLayout) -> bool:
+    """Whether shards of a shape have whole tiles along both axes, whatever XLA splits.
 
     On the automatic axes of a mesh a trace does not know what XLA splits.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.are_all_axes_manual:
         return True
-    if x is None or mesh.manual_axes or not layout.is_tiled:
+    if shard is None or mesh.manual_axes or not layout.is_tiled:
         return False
     unit = math.lcm(layout.pad[0], layout.pad[1] * BLOCK)
     unit *= math.prod(mesh.shape[name] for name in mesh.auto_axes)
-    return all(n % unit == 0 for n in shard_of(jax.typeof(x)).shape[-2:])
+    return all(n % unit == 0 for n in shard[-2:])
 
 
 def tiles_for_trace() -> tuple[Layout, ...]:
