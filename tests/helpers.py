@@ -472,9 +472,6 @@ def golden_input(name: str) -> np.ndarray:
 GOLDEN_SETS = ("special_blocks_f32", "ties_f32", "subnormal_f32")
 
 
-# ---- the second oracle: exact rationals, and the text of semantics instead of its bit tricks ---
-
-
 def poison_memory() -> None:
     """Leaves freed device memory full of 0x55, so that an output that is not written shows."""
     if jax.default_backend() == "cpu":

@@ -216,7 +216,7 @@ def test_a_window_shard_is_what_a_shard_map_has():
         assert_bits_equal(a, b, "one device")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6, 3)
 @pytest.mark.parametrize("specs", [(P("a"), P("a"), P("a")), (P(), P("b"), P()), (P(), P(), P())])
 @pytest.mark.parametrize("implementation", ["xla", "fp8"])
 def test_windows_that_devices_have_several_of(specs, implementation):
@@ -296,7 +296,8 @@ def test_an_mlp(specs, sums, joined):
 
 
 # ---- transformations ---
-def test_vmap_scan_and_checkpoint():
+@pytest.mark.parametrize("mapped", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_vmap_scan_and_checkpoint(mapped):
     """The gradients of one device; in a loop codes are gathered again where it computes again."""
     x, w = floats(((8, 64, 256), (3, 256, 256)))
 
@@ -307,21 +308,17 @@ def test_vmap_scan_and_checkpoint():
 
         return (jax.lax.scan(layer, x, ws)[0] ** 2).sum()
 
-    one = functools.partial(jax_mx.matmul, recipe=HOPPER)
-    for product in (one, jax.vmap(one, (0, None))):
-        call = jax.grad(functools.partial(loss, product=product), (0, 1))
-        specs = (P("a"), P(None, "a"))
-        got, found = split(call, mesh_of(8, names="a"), specs, specs, (x, w))
-        for a, b in zip(got, jax.jit(call)(x, w), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-        assert found["all-gather", "u8", 256 * 256] == 3
-        kinds = {(kind, dtype) for kind, dtype, _ in found}
-        assert kinds <= {
-            ("all-gather", "u8"),
-            ("all-reduce", "u32"),
-            ("reduce-scatter", "f32"),
-            ("all-reduce", "f32"),
-        }
+    product = functools.partial(jax_mx.matmul, recipe=HOPPER)
+    product = jax.vmap(product, (0, None)) if mapped else product
+    call = jax.grad(functools.partial(loss, product=product), (0, 1))
+    specs = (P("a"), P(None, "a"))
+    got, found = split(call, mesh_of(8, names="a"), specs, specs, (x, w))
+    for a, b in zip(got, jax.jit(call)(x, w), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    assert found["all-gather", "u8", 256 * 256] == 3
+    kinds = {(kind, dtype) for kind, dtype, _ in found}
+    sums = {("reduce-scatter", "f32"), ("all-reduce", "f32")}
+    assert kinds <= {("all-gather", "u8"), ("all-reduce", "u32"), *sums}
 
 
 def test_tensor_parallel_by_propagation():

@@ -476,8 +476,6 @@ def test_quantized_weights_are_of_one_product():
     w = floats((64, 96))
     rhs = MXFP8.quantize_weight(w, 0)
     for call, error, sentence in (
-        (lambda: matmul(floats((3, 96)), MXFP8.quantize_weight(floats((96, 4)), 1)), ValueError,
-         "matmul: rhs was quantized for contracted dimensions [1] and batch dimensions []"),
         (lambda: matmul(floats((3, 64)), rhs, recipe="mxfp4"), ValueError,
          "matmul: rhs was quantized by another recipe"),
         (lambda: dot_general(rhs, rhs, (((0,), (0,)), ((), ()))), TypeError,
@@ -495,8 +493,6 @@ def test_quantized_weights_are_of_one_product():
         (lambda: MXFP8.fold_in(1.5), TypeError, "fold_in: data must be an integer, got 1.5"),
         (lambda: MXFP8.fold_in(jnp.ones(())), TypeError, "must be an integer, got float32"),
     ):  # fmt: skip
-        if "contracted dimensions [1]" in sentence:
-            continue  # of a square it could not tell; see below
         assert_refused(call, error, sentence)
     wrong = MXFP8.quantize_weight(floats((32, 64)), 1)
     assert_refused(

@@ -40,13 +40,8 @@ def distances(got, want):
     return {jax.tree_util.keystr(path): float(norm) for path, norm in leaves}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bf16",
-        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("rows", "tensorwise", "flax")),
-    ],
-)
+@pytest.mark.thorough  # by default test_partition.py counts what the step of one way moves
+@pytest.mark.parametrize("name", ["bf16", "rows", "tensorwise", "flax"])
 def test_activations_do_not_move(name):
     """On automatic axes weights are gathered, gradients and amaxes are reduced; no more."""
     way, split = step.ways(8)[name]
@@ -120,7 +115,7 @@ def rows_of(file, *argv):
 
 
 def test_rows_of_a_step(tmp_path):
-    ways = ("bf16", "rows, mlp, once", "flax")
+    ways = ("bf16", "rows, mlp, once")
     rows = rows_of(tmp_path / "rows.json", "step", "--ways", *ways, "--repeats", 1)
     assert tuple(row["way"] for row in rows) == ways
     for row in rows:
@@ -129,7 +124,7 @@ def test_rows_of_a_step(tmp_path):
         assert all(row[key] > 0 for key in keys)
         assert row["loss"][1] < row["loss"][0]  # the same text at every step
     assert rows[0]["ratio"] == 1
-    assert rows[2]["ratio"] == round(rows[2]["ms"] / rows[0]["ms"], 3)
+    assert rows[1]["ratio"] == round(rows[1]["ms"] / rows[0]["ms"], 3)
 
 
 @pytest.mark.sampled(2, 1)

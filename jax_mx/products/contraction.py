@@ -254,11 +254,6 @@ def refused(name: str, contraction: Contraction, why: str, advice: str = "") -> 
     return Served(name, refusal=Refusal(contraction.name, f"{name!r} {why}", advice, instead))
 
 
-def contraction_of(tree: Any, leaves: Sequence[Any], numbers: Numbers) -> Contraction:
-    """The contraction of these arrays, or abstract values: leaves of (lhs, rhs, sizes)."""
-    return Contraction(numbers, *tree.unflatten(leaves))
-
-
 def shard_of(aval: Any) -> Any:
     """The abstract value of an array as each device has it."""
     if aval.sharding is None:  # a shard already

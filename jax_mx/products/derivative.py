@@ -101,7 +101,7 @@ class Side:
     Attributes:
       dtype: of the floats.
       spec: their partition spec, on a mesh with explicit axes.
-      arranged: that of the arranged operand.
+      arranged: that of the arranged operand; () where no mesh with explicit axes is.
     """
 
     dtype: np.dtype
@@ -113,7 +113,8 @@ def side_of(side: Arrangement | None, x: Any) -> Side | None:
     """The side of an operand's floats; None where there are none."""
     if x is None:
         return None
-    return Side(x.dtype, spec_of(x), () if side is None else spec_of(side.arranged(x)))
+    is_known = side is not None and is_explicit(jax.typeof(x).sharding.mesh)
+    return Side(x.dtype, spec_of(x), spec_of(side.arranged(x)) if is_known else ())
 
 
 def is_square(rhs: Any, recipe: Recipe) -> bool:
@@ -253,7 +254,7 @@ class Static(NamedTuple):
     ) -> Multiplication:
         """The product for the gradient of a dense lhs; `like`: the form of lhs along rows."""
         spec = lhs.arranged
-        if self.arranged.lhs.swapped:  # of (B..., M..., K)
+        if spec and self.arranged.lhs.swapped:  # of (B..., M..., K)
             *lead, k, m = spec
             spec = (*lead, m, k)
         how = {} if like is None else {"like": (*like, -2)}

@@ -40,7 +40,6 @@ from jax_mx.products.contraction import (
     Dims,
     Numbers,
     Served,
-    contraction_of,
 )
 from jax_mx.products.decide import chips_of, decide
 from jax_mx.products.implementations import IMPLEMENTATIONS
@@ -49,6 +48,11 @@ from jax_mx.products.splitting import Splitting, splitting_of
 
 
 # ---- one contraction ---
+def _contraction_of(tree: Any, leaves: Sequence[Any], numbers: Numbers) -> Contraction:
+    """The contraction of arrays, or abstract values: leaves of (lhs, rhs, sizes, like)."""
+    return Contraction(numbers, *tree.unflatten(leaves))
+
+
 def multiplied(contraction: Contraction) -> jax.Array:
     """The product: (batch..., free of lhs..., free of rhs...); over groups see `Numbers`."""
     parts = (contraction.lhs, contraction.rhs, contraction.sizes, contraction.like)
@@ -58,7 +62,7 @@ def multiplied(contraction: Contraction) -> jax.Array:
 
 
 def _avals(*leaves: Any, tree: Any, numbers: Numbers) -> list:
-    contraction = contraction_of(tree, leaves, numbers)
+    contraction = _contraction_of(tree, leaves, numbers)
     lhs, rhs = contraction.lhs, contraction.rhs
     if not numbers.groups:  # of operands as float32, sharded as their values are
         like: dict[str, Any] = {"dtype": np.dtype(np.float32), "weak_type": False}
@@ -138,7 +142,7 @@ def _batch_dense(
 
 def _lower(platform: str | None, ctx: Any, *leaves: Any, tree: Any, numbers: Numbers) -> Any:
     target = targets.target_of(ctx, platform)
-    abstract = contraction_of(tree, ctx.avals_in, numbers).lowered_for(target)
+    abstract = _contraction_of(tree, ctx.avals_in, numbers).lowered_for(target)
     splitting = splitting_of(abstract, target)
     abstract = splitting.contraction
     served = decide(abstract, target)
@@ -163,7 +167,7 @@ def _lower_alone(
         name = "xla"  # libraries divide by lengths, or read elements
 
     def product(*leaves: Any) -> list[jax.Array]:
-        own = splitting.of_arrays(contraction_of(tree, leaves, numbers))
+        own = splitting.of_arrays(_contraction_of(tree, leaves, numbers))
         with jax.named_scope(f"by_{served.implementation}"):  # so that profiles and dumps say it
             return [IMPLEMENTATIONS[name].compute(own, served)]
 
@@ -177,7 +181,7 @@ def _no_second(*_: Any, numbers: Numbers, **__: Any) -> Any:
 
 def _plain(avals: Sequence[Any], *, tree: Any, numbers: Numbers) -> Callable | None:
     """The product of floats as JAX computes it, whose derivatives it has; None of codes."""
-    contraction = contraction_of(tree, avals, numbers)
+    contraction = _contraction_of(tree, avals, numbers)
     if numbers.groups or any(isinstance(x, MXArray) for x in (contraction.lhs, contraction.rhs)):
         return None
     return functools.partial(
@@ -399,7 +403,7 @@ def contractions_in(jaxpr: Any) -> Iterator[Contraction]:
     for eqn in equations(jaxpr):
         if eqn.primitive is product_p:
             avals = [v.aval for v in eqn.invars]
-            yield contraction_of(eqn.params["tree"], avals, eqn.params["numbers"])
+            yield _contraction_of(eqn.params["tree"], avals, eqn.params["numbers"])
 
 
 def _step_avals(*leaves: Any, codes: Any, **_: Any) -> list:
