@@ -20,6 +20,7 @@ import jax_mx
 from benchmarks import plot, shapes
 from benchmarks.record import RESULTS
 from benchmarks.report import read
+from docs import tables
 from jax_mx.arrays import views
 from jax_mx.facts import layouts, windows
 from jax_mx.facts.directions import Blocks
@@ -353,6 +354,32 @@ def learning() -> Figure:
 
 
 # ---- speed ---
+def step() -> Figure:
+    """Tokens a second of a training step on one H100, by way, from benchmarks/results."""
+    rows = [
+        row
+        for row in read(RESULTS / "h100_step.json")[1]
+        if row["way"] in tables.STEPS and row["checkpoint"] == "full" and row["width"] == 4096
+    ]
+    rows.sort(key=lambda row: row["tokens_s"])
+    figure = Figure(figsize=(8, 2.8), layout="constrained")
+    axes = figure.add_subplot()
+    colors = [BLUE if row["way"].startswith(("auto", "mx")) else PALE for row in rows]
+    names = [tables.STEPS[row["way"]].replace("`", "") for row in rows]
+    names = [name.replace("the same,", "the default,") for name in names]
+    bars = axes.barh(names, [row["tokens_s"] for row in rows], color=colors)
+    said = [f"{row['tokens_s']:,}, {row['ratio']:.2f} of bf16's time" for row in rows]
+    axes.bar_label(bars, said, padding=4, size=8)
+    axes.set_xlim(0, 1.5 * rows[-1]["tokens_s"])
+    axes.set_xticks([])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[:].set_visible(False)
+    about = tables.of_rows(rows)
+    where = f"{about['device']}, {rows[0]['layers']} layers, commit {about['commit']}"
+    axes.set_title(f"tokens a second: {where}", loc="left", size=10)
+    return figure
+
+
 def speed() -> Figure:
     """The speed of every form, beside a copy, XLA and the peers, of one run."""
     rows = plot.measured()
@@ -370,6 +397,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
     "layer": layer,
     "learning": learning,
     "speed": speed,
+    "step": step,
     **{
         f"layout_{each.name}": functools.partial(layout, each)
         for each in (*layouts.SCALE_LAYOUTS.values(), *layouts.VALUE_LAYOUTS.values())

@@ -1,6 +1,6 @@
 """Models of other libraries, as these ship them, in MX: they learn as in floats.
 
-The group `dev` brings some; CONTRIBUTING.md has the commands for the others.
+The group `dev` brings some; docs/internals.md has the commands for the others.
 """
 
 import functools

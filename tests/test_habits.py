@@ -585,6 +585,32 @@ def test_workflows_take_actions_by_their_hash():
 
 
 @in_checkout
+@pytest.mark.parametrize("chip,known", [("NVIDIA H100 80GB HBM3", True), ("NVIDIA X9", False)])
+def test_a_gpu_runner_tests_and_compares(chip, known, tmp_path):
+    """The workflow's own commands, on a chip with earlier results and on one without."""
+    steps = yaml.safe_load((ROOT / ".github/workflows/gpu.yml").read_text())["jobs"]["nvidia"]
+    commands = {step["name"]: step["run"] for step in steps["steps"] if "run" in step}
+    name = chip.split()[1].lower()
+    programs = {
+        "nvidia-smi": f'echo "{chip}, 580"',
+        "uv": f'[ "$3" = python ] && [ "$4" = -c ] && echo {name}\nprintf "%s\\n" "$@" >> called',
+    }
+    for program, body in programs.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / program).chmod(0o755)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    env = {"OUT": "build/gpu", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for name_of_step in ("Tests", "A short benchmark, beside the last of this chip"):
+        bash = ["bash", "-eo", "pipefail", "-c", commands[name_of_step]]
+        subprocess.run(bash, cwd=tmp_path, env=env, check=True)
+    called = (tmp_path / "called").read_text().splitlines()
+    assert "--record-verified=build/gpu/verified" in called
+    assert (f"benchmarks/results/{name}_step.json" in called) == known
+    assert chip in (tmp_path / "build/gpu/gpu.csv").read_text()
+    assert steps["steps"][-1]["with"]["path"] == "build/gpu"
+
+
+@in_checkout
 def test_the_license_is_there():
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text

@@ -50,58 +50,31 @@ def quantize(
 ) -> MXArray:
     """Quantizes blocks of 32 elements to a small float format with E8M0 scales.
 
+    `quantize(x)` of a bfloat16 (8, 512) gives values (8, 512) in float8_e4m3fn and scales (8, 16).
+
     A block's scale is a power of two that follows from its largest magnitude by the rule
     `scaling`; elements are divided by it, rounded to nearest even and saturated (OCP MX v1.0). A
     block that holds a NaN or an infinity becomes NaN as a whole. No float32 subnormal is flushed.
-    Every implementation gives the same bytes.
+    Every implementation gives the same bytes. docs/formats.md has each option's details.
 
     Args:
       x: bfloat16, float16 or float32; any rank from 1 on, also of size 0.
       format: a `Format` or its name: mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4_e2m1.
       axis: the axis that blocks run along; 32 divides its length.
       scaling: a `Scaling` or its name: floor, ceil, even, rceil.
-      scale_layout: a `ScaleLayout` or its name: row_major, blocked_128x4, shuffled_32x8. A tiled
-        layout takes the last two axes as a matrix (`axis` and the last other one, if `axis` is not
-        one of them); the leading ones number slabs. NVIDIA's kernels have shuffled_32x8 in MXFP4.
-      transpose: whether the result has the block axis last, as the GEMM of the transposed operand
-        wants it: values (..., K, M) for an x (..., M, K), axis -2, and row-major scales (..., K,
-        M / 32); of a tiled layout their shape is `ScaleLayout.shape(K, M / 32)`.
-        Of square blocks, the last two axes are swapped: scales (..., K / 32, M / 32).
-      block: 32, along `axis`; or (32, 32), square tiles of the last two axes of x (..., M, K), 32
-        divides both. Square blocks share one scale each, (..., M / 32, K / 32), row-major, so that
-        the transposed array is the array transposed: one result serves both directions of a weight.
-        `MXArray.expand` makes either direction's ordinary blocks of it, for a GEMM.
-      zero_scale: the scale's byte of a block of zeros: 0 (2^-127), or 127 (1.0) as in ROCm
-        TransformerEngine. With 127, MXFP8 is served by "xla" alone.
-      value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16 (aiter's GEMMs), which
-        wants the block axis last in the result, and whole tiles of 16 rows and 32 bytes. AMD's
-        kernels write it, and NVIDIA's in MXFP4 beside scales in shuffled_32x8; after others, and
-        along rows, XLA moves the bytes. Like a tiled scale layout, it takes the last two axes as a
-        matrix.
-      rounding: None, to nearest even; or a `Stochastic`. Kernels have it in MXFP4, by itself or
-        with a transform of 16, along the last axis, and from bfloat16 in every form but square
-        blocks; else XLA transposes what they read, as `is_supported` says.
-      hadamard: None, or a `Hadamard`: what is quantized is the transform along `axis`, whose length
-        the size divides; not of square blocks. Kernels have all sizes in MXFP4, in the
-        forms that they have rounding in; but XLA transposes nothing for 64, and moves an axis
-        before the last two, as it does for tiles.
-      window: how many consecutive elements along `axis` share one amax, and so have equal scales,
-        one for each 32 of them as ever: 32; 128 or 256, of which the last of the axis may be
-        shorter; or "row": all of the axis. Inside `shard_map`, of a shard's. A NaN or an infinity
-        makes all of its window NaN. Or (128, 128), for weights: tiles of the last two axes share
-        one, and blocks are square (see `block`), so that one result serves both directions. FP8
-        tensor cores multiply the codes of a window before its scale is applied. Kernels have
-        windows without rounding or hadamard.
-      rows: (R,) int32, for an x (T, K): what is quantized is not x but the array (R, K) of its
-        rows with these numbers, zeros for each number that is not one of 0 to T - 1, say -1. From
-        bfloat16, NVIDIA's kernels read those rows of x themselves, with windows too; else, beside
-        an activation, and where XLA splits the program among devices outside of `shard_map`, XLA
-        gathers them before.
-      activation: a `Gated`, for an x (..., 2 K) of gates and ups: what is quantized is `gated` of
-        it, (..., K); of its rows, and those of `up`, where there are `rows`. With a
-        gradient, what is quantized is x's, (..., 2 K). Of matrices one kernel computes and
-        quantizes, in the cases of a table under "Activations" in docs/formats.md; else XLA
-        computes the floats before.
+      scale_layout: a `ScaleLayout` or its name: row_major, blocked_128x4, shuffled_32x8.
+      transpose: whether the result has the block axis last; square blocks swap the last two axes.
+      block: 32, along `axis`; or (32, 32), square tiles of the last two axes with one scale each.
+      zero_scale: the scale's byte of a block of zeros: 0 (2^-127) or 127 (1.0).
+      value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16.
+      rounding: None, to nearest even; or a `Stochastic`.
+      hadamard: None, or a `Hadamard` transform along `axis`, whose length its size divides.
+      window: the elements along `axis` that share one amax: 32, 128, 256 or "row"; or tiles of
+        (128, 128), with square blocks.
+      rows: (R,) int32: rows of an x (T, K) are quantized, as (R, K). Numbers outside of 0 to
+        T - 1 make zeros.
+      activation: a `Gated` of an x (..., 2 K): the result (..., K) is quantized; with a gradient,
+        the gradient (..., 2 K).
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
