@@ -663,7 +663,7 @@ def _routing(rows: Rows) -> list[str]:
         ("routing: ids, choices, experts", "way", "us"),
         [
             (f"{row['tokens'] * row['k']:,}, {row['k']}, {row['experts']}", row["way"], row["us"])
-            for row in own
+            for row in of_model
         ],
     )
     return [*lines, ""] if own else []
@@ -810,12 +810,13 @@ def speed_moe_ways(file: str = "h100x4_moe", name: str = "moe_ways") -> list[str
 
 
 def speed_mixture() -> list[str]:
-    """A training step of models with experts."""
-    about, rows = results("h100x4_mixture")
+    """A training step of models with experts: of each model a table, of one run."""
+    _, rows = results("h100x4_mixture")
     head = ("model", "layers", "way", "ms", "tokens a second", "of bf16's time", "temporaries, GB")
-    lines = table(
-        head,
-        [
+    lines: list[str] = []
+    for model, name in (("mixtral", "mixture"), ("deepseek", "mixture_deepseek")):
+        of_model = [row for row in rows if row["model"] == model]
+        cells = [
             (
                 row["model"],
                 row["layers"],
@@ -825,11 +826,10 @@ def speed_mixture() -> list[str]:
                 f"{row['ratio']:.2f}",
                 f"{row['temp_gb']:.1f}",
             )
-            for row in rows
-        ],
-    )
-    names = ("mixture", "mixture_deepseek")
-    return [*lines, "", caption(about, "`; `".join(map(command, names)), EVERY)]
+            for row in of_model
+        ]
+        lines += [*table(head, cells), "", caption(of_rows(of_model), command(name), EVERY), ""]
+    return lines
 
 
 def counters() -> list[str]:

@@ -510,7 +510,7 @@ def test_a_products_shard_is_a_kernel(on_hopper):
 
 
 def test_a_products_shard_reads_parts_as_they_arrive(on_hopper):
-    """Of a weight that is split along what is contracted; smaller parts are put in order."""
+    """A weight is split along what is contracted. Parts below a copy are put in order."""
     configs = [config_of(on_hopper, "product", n)["parameters"]["parted"] for n in range(3)]
     n = configs.index(True)
     avals = bytes_of(8192, 512), bytes_of(8192, 16), bytes_of(1024, 512), bytes_of(1024, 16)
