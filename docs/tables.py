@@ -663,7 +663,7 @@ def _routing(rows: Rows) -> list[str]:
         ("routing: ids, choices, experts", "way", "us"),
         [
             (f"{row['tokens'] * row['k']:,}, {row['k']}, {row['experts']}", row["way"], row["us"])
-            for row in of_model
+            for row in own
         ],
     )
     return [*lines, ""] if own else []

@@ -110,6 +110,9 @@ class Elsewhere:
 
     is_fully_addressable = is_fully_replicated = False
 
+    def is_deleted(self):
+        return False
+
 
 def test_arrays_of_several_processes_are_not_saved_by_one(tmp_path, monkeypatch):
     pytest.importorskip("safetensors")

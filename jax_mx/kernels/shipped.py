@@ -66,8 +66,13 @@ def ships(variant: Variant) -> bool:
     return variant.gives_floats or variant.form in OPERANDS
 
 
+def product_ships(product: ProductKernel) -> bool:
+    """Whether a kernel of products is on the list: of parts that of weights and activations."""
+    return not product.parted or {*product.formats} == {MXFP8_E4M3}
+
+
 SHIPPED: tuple[Variant, ...] = tuple(filter(ships, existing()))
-BINARIES: tuple[Binary, ...] = (*SHIPPED, *PRODUCTS)
+BINARIES: tuple[Binary, ...] = (*SHIPPED, *filter(product_ships, PRODUCTS))
 
 
 def shipped_archs(binary: Binary) -> tuple[str, ...]:
