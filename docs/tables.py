@@ -244,8 +244,8 @@ def caption(about: Mapping[str, Any], measures: str, kernels: Sequence[str] = ()
     said = f"{', '.join(where)}; `{measures}`."
     taken = [n for n in verified_at(about.get("commit", "")) if n.startswith(tuple(kernels))]
     if other := others_now(about.get("commit", ""), taken):
-        of = f"Of {len(taken)} kernels of such programs"
-        return f"{said} {of} {other} have been built anew since."
+        of = f"of the {len(taken)} kernels of such programs"
+        return f"{said} Since then {other} {of} have been built anew."
     return said
 
 
