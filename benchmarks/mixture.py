@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -170,6 +171,7 @@ def cases(args: Args) -> Iterator[Case]:
     names = {"model": model, "devices": args.devices, "layers": sizes.layers}
     names |= {"batch": batch * args.devices, "length": length, "checkpoint": args.checkpoint}
     names |= {"device": jax.devices()[0].device_kind, "commit": args.commit}
+    names |= {"date": time.strftime("%Y-%m-%d")}
     for name in WAYS:
         if name in (BASE, "bf16, lax.ragged_dot", "auto") or args.ways:
             make = functools.partial(made, name, sizes, args)
