@@ -464,6 +464,7 @@ def _listed(
     name: str,
     kernels: Sequence[str],
     columns: Mapping[str, Callable[[Mapping[str, Any], Rows], object]],
+    **where: Any,
 ) -> list[str]:
     """A line for each row of a file, or that nothing is measured yet.
 
@@ -472,10 +473,14 @@ def _listed(
       name: of the command that measures it.
       kernels: see `caption`.
       columns: by their heads what gives a cell, from a row and all rows.
+      where: fields of rows, which then say of their run themselves; without, all rows.
     """
     if not (RESULTS / f"{file}.json").exists():
         return _unmeasured(name)
     about, rows = results(file)
+    if where:
+        rows = _of(rows, **where)
+        about = of_rows(rows)
     lines = table([*columns], [[cell(row, rows) for cell in columns.values()] for row in rows])
     return [*lines, "", caption(about, command(name), kernels)]
 
@@ -811,25 +816,21 @@ def speed_moe_ways(file: str = "h100x4_moe", name: str = "moe_ways") -> list[str
 
 def speed_mixture() -> list[str]:
     """A training step of models with experts: of each model a table, of one run."""
-    _, rows = results("h100x4_mixture")
-    head = ("model", "layers", "way", "ms", "tokens a second", "of bf16's time", "temporaries, GB")
-    lines: list[str] = []
-    for model, name in (("mixtral", "mixture"), ("deepseek", "mixture_deepseek")):
-        of_model = [row for row in rows if row["model"] == model]
-        cells = [
-            (
-                row["model"],
-                row["layers"],
-                row["way"],
-                f"{row['ms']:.0f}",
-                f"{row['tokens_s']:,}",
-                f"{row['ratio']:.2f}",
-                f"{row['temp_gb']:.1f}",
-            )
-            for row in of_model
-        ]
-        lines += [*table(head, cells), "", caption(of_rows(of_model), command(name), EVERY), ""]
-    return lines
+    columns: dict[str, Callable[[Mapping[str, Any], Rows], object]] = {
+        "model": lambda row, _: row["model"],
+        "layers": lambda row, _: row["layers"],
+        "way": lambda row, _: row["way"],
+        "ms": lambda row, _: f"{row['ms']:.0f}",
+        "tokens a second": lambda row, _: f"{row['tokens_s']:,}",
+        "of bf16's time": lambda row, _: f"{row['ratio']:.2f}",
+        "temporaries, GB": lambda row, _: f"{row['temp_gb']:.1f}",
+    }
+    commands = {"mixtral": "mixture", "deepseek": "mixture_deepseek"}
+    first, second = (
+        _listed("h100x4_mixture", name, EVERY, columns, model=model)
+        for model, name in commands.items()
+    )
+    return [*first, "", *second]
 
 
 def counters() -> list[str]:

@@ -103,7 +103,7 @@ def moe(
       weights: floats (T, k): what the router gives each of them.
       w_gate_up: (E, D, 2 I), see `ragged_dot`: floats, what `recipe.quantize_weight` makes of them,
         or a frozen `MXArray` (E, D, 2 I) or (E, 2 I, D) with its blocks along D. 32 divides I.
-      w_down: (E, I, D), likewise.
+      w_down: (E, I, D), of the same types.
       b_gate_up: floats (E, 2 I), or None.
       b_down: floats (E, D), or None.
       activation: one with a gate, see `gated`: "swiglu", "geglu", "geglu_erf", "reglu", "reglu2",
@@ -113,8 +113,8 @@ def moe(
         window "row" of wgrad is refused. The router's weight
         multiplies what w_down's product reads before that is quantized. Where the layer is split, a
         `Stochastic` key of the recipe has the shard's position on each axis that splits it folded
-        in, so that no two shards round by the same numbers; in a `jax.shard_map` over axes that
-        the layer is not told of, fold those in yourself: `recipe.fold_in(jax.lax.axis_index(...))`.
+        in, so that no two shards round by the same numbers. In a `jax.shard_map` over axes that
+        the layer is not told of, fold these in yourself: `recipe.fold_in(jax.lax.axis_index(...))`.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized tokens. None:
         "mx" where the recipe quantizes the forward product, else "floats".
@@ -123,16 +123,16 @@ def moe(
         ups alike), the rows of w_down; floats only, together with `expert_axis`. One more
         all-reduce adds up results.
       token_axes: the mesh axes that tokens are split over where this maps the layer; by default
-        those of x's type, on a mesh with explicit axes, or all of the mesh besides `tensor_axis`.
+        the axes of x's type, on a mesh with explicit axes, or all of the mesh but `tensor_axis`.
         `expert_axis` is added. Inputs without one: every device has all experts, for its tokens.
       wire: how tokens and gradients move along it: "mx", or "floats", which are quantized after
-        they arrived; so are those of products in bfloat16, or with a Hadamard transform.
+        they arrived. This holds for products in bfloat16, or with a Hadamard transform, too.
       way: how tokens reach their experts' shards: "gather", all shards gather all tokens;
         "rounds", a token travels only to shards that have its experts, in rounds of a fixed number
         of rows. None: the one that costs less, of bytes and launches; `explain` says which, and
         why.
       precision: of all grouped products, see `dot_general`.
-      implementation: likewise, see `ragged_dot`; or None.
+      implementation: of all grouped products, see `ragged_dot`; or None.
 
     Returns:
       (T, D), of x's dtype.

@@ -352,7 +352,7 @@ def _derived(op: str, operands: tuple, value: Callable, gradients: Callable, for
       value: the product of operands.
       gradients: of both, from operands, which of them are asked for, and the product's; None for
         others. An operand that no gradient reads is None.
-      forward: the product's tangent from operands and those of both, None where there is none; or
+      forward: the product's tangent from operands and both tangents, None where there is none; or
         None, where JAX can transpose `gradients`.
 
     Raises:

@@ -233,8 +233,8 @@ def run(contraction: Contraction, served: Served) -> jax.Array:
 def reads_parts(contraction: Contraction, served: Served, chips: Sequence[str]) -> bool:
     """Whether a dense product has a kernel for codes of rhs in parts of the contracted axis.
 
-    FSDP splits weights along it. What devices gather lies so, and to put it in order takes as long
-    as to move it.
+    FSDP splits weights along it, and devices gather such parts. To put them in order takes a pass
+    over all codes.
     """
     plan, numbers, x = served.plan, contraction.numbers, contraction.lhs
     if plan is None or plan.op != "matmul_fp8" or plan.window != ROW or numbers.groups:

@@ -80,17 +80,17 @@ def mlp(
         (2 I, D), with its blocks along D. 32 divides I. Or a pair of these, each (D, I): gates'
         and ups', as checkpoints have them. x is quantized once for both; the gradient of x is the
         sum of what each gives, added in x's dtype.
-      w_down: (I, N), likewise.
+      w_down: (I, N), of the same types.
       b_gate_up: floats (2 I,), or None; beside a pair of weights a pair of these, each (I,). The
         product is rounded to x's dtype, the bias is added in float32, and the sum is rounded again.
         Its gradient is summed in float32, 32 rows at a time where both gradients are quantized.
-      b_down: floats (N,), or None; likewise.
+      b_down: floats (N,), or None; rounded and summed as b_gate_up is.
       activation: see `gated`.
       interleaved: whether gates and ups come by turns along 2 I, not all gates first.
       recipe: how floats are quantized, see `dot_general`; "floats" leaves them as they are.
       residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
         are; "inputs", nothing: the first product is computed again from the quantized x. With the
-        last two, gradients too are those of the three functions, but for the order of sums.
+        last two, gradients equal the three functions' gradients, but for the order of sums.
         None: "mx" where a kernel makes the activation from one array of gates and ups, of windows
         up to 128, so that it costs no pass; else "floats".
       precision: see `dot_general`.

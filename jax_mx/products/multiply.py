@@ -205,7 +205,7 @@ class Multiplication(NamedTuple):
 
     Attributes:
       lhs: the number of an operand of the step, and of the form that the product reads.
-      rhs: likewise.
+      rhs: the same two numbers of the right operand.
       dtype: of the result.
       batch: how many dimensions of both operands are batch dimensions; they come first.
       summed: how many dimensions behind these it sums over, beside the contracted axis.
@@ -399,7 +399,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def contractions_in(jaxpr: Any) -> Iterator[Contraction]:
-    """The contractions of a jaxpr, in its order; of a step those of codes."""
+    """The contractions of a jaxpr, in its order; of a step the contractions of codes."""
     for eqn in equations(jaxpr):
         if eqn.primitive is product_p:
             avals = [v.aval for v in eqn.invars]

@@ -387,7 +387,7 @@ class Unquantized:
         return layout_for_trace(self.x.shape, tuple(jax.typeof(self.x).sharding.spec))
 
     def _floats(self, x: jax.Array) -> jax.Array:
-        """What `quantize` would quantize, in bfloat16 unless the recipe leaves floats."""
+        """The floats that `quantize` would take, in bfloat16 unless the recipe leaves floats."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
         own = self.activation.own if self.has_sums else self.activation
         x = x if own is None else made("quantize", x, own)

@@ -89,7 +89,7 @@ def _register(kind: type[T]) -> type[T]:
 @_register
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product(Value):
-    """What one of the three products of a layer does unlike the rest of its recipe.
+    """The fields by which one of a layer's three products differs from the rest of its recipe.
 
     A pytree: keys and signs in it are data.
 

@@ -268,7 +268,7 @@ def parameters_of(splitting: Splitting, served: Served, target: Target) -> dict[
 
 def _in_parts(parameters: Mapping[str, Any], number: int, parts: Sequence[int]) -> bool:
     """Whether an operand is codes of rhs that a kernel reads in these parts: the third leaf is."""
-    return number == 2 and parameters.get("parted", False) and kernels.may_be_parts(parts)
+    return number == 2 and parameters["parted"] and kernels.may_be_parts(parts)
 
 
 @partition.of_shards(NAME, _in_parts)
@@ -287,7 +287,7 @@ def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     count = 1 if windows == 1 else windows // split.of(_summed(numbers)[-1])
 
     def run(*leaves: jax.Array) -> list[jax.Array]:
-        if parameters.get("parted") and leaves[2].ndim > leaves[3].ndim:
+        if parameters["parted"] and leaves[2].ndim > leaves[3].ndim:
             assert plan is not None
             return [kernel_plans.by_parts(plan, *leaves)]
         rest, sides = iter(leaves), list[Any]()
