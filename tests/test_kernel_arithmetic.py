@@ -418,7 +418,6 @@ def test_lanes_that_load_codes_add_up_the_product(format, parts, monkeypatch):
     scales[3, 7], scales[5, 19], scales[9], scales[11, ::5] = 255, 0, 0, 140
     x = rng.integers(-2, 3, (rows, parts * k)).astype(ml_dtypes.bfloat16)
     memory = Bytes(np.asarray(w.values), scales, x)
-    codes_from, scales_from, x_from = memory.starts[:3]
     lanes = np.arange(32)
     for module in (vector, few):
         for name in ("const_expr", "range_constexpr"):
@@ -449,14 +448,13 @@ def test_lanes_that_load_codes_add_up_the_product(format, parts, monkeypatch):
         method = inspect.unwrap(getattr(vector.Direct, name))
         setattr(direct, name, partial(method, direct))
     line = [lanes // 4 + 8 * r for r in range(2)]
-    codes_at = [codes_from + n * (k // direct.per) + lanes % 4 * 16 for n in line]
-    scales_at = [scales_from + n * (k // BLOCK) for n in line]
+    start = [n * (k // BLOCK) for n in line]
     codes, held = registers((4, 2, direct.lines, direct.steps)), registers((2, direct.steps))
     y, acc = np.zeros((width, 8)), np.zeros((4, 32), np.float32)
-    here = SimpleNamespace(toint=lambda: x_from)
+    at = [SimpleNamespace(toint=lambda where=where: where) for where in memory.starts]
     for first in range(0, parts * deep, direct.steps):
-        direct.load(codes_at, scales_at, codes, held, first, parts * deep, deep)
-        direct.multiply(acc, here, codes, held, 0, rows, first, parts * k, lanes)
+        direct.load(*at[:2], start, codes, held, first, parts * deep, deep, lanes % 4)
+        direct.multiply(acc, at[2], codes, held, 0, rows, first, parts * k, lanes)
     for v in range(4):
         y[lanes // 4 + 8 * (v // 2), 2 * (lanes % 4) + v % 2] = acc[v]
     if direct.per == 1:

@@ -1,15 +1,18 @@
 """y = x @ dequantize(W)^T for up to four rows of x: codes go from memory into registers.
 
-`Direct` computes y^T = W x^T by mma.sync, 16 rows of W a thread block. The warps share K: a warp
-loads 128 bytes of each row, asks for its next ones when it has used these, and waits for no other
-warp before all sums meet in shared memory. A thread block has few registers, so that others hide
-its waiting. Few rows of x have a product in half of the columns that mma.sync has:
+`Direct` computes y^T = W x^T by mma.sync, 16 rows of W a thread block. The warps of a thread block
+share K. A warp loads some blocks of each row, and when it has used these, its next ones, also of
+the next tile: so it waits for others only where all sums meet in shared memory. Few registers leave
+room for many thread blocks, which hide that waiting. Four rows of x take half of the columns that
+mma.sync has:
 
 * Codes of a byte: four lanes have 64 bytes of a row, two blocks. So x stands twice in the columns,
   once with zeros where the second block is, once where the first one is: each sum is of one block
   and meets its own scale. An infinite code times a zero would not be a number: E5M2 has `Few`.
-* Codes of four bits: a lane has a block of its own, whose elements it multiplies by the scale, as
-  `Nibbles` does.
+* Codes of four bits: a lane has a block, whose elements it multiplies by the scale, as `Nibbles`
+  does.
+
+Waiting: all threads of a thread block meet once a tile, and all have the same tiles.
 """
 
 import dataclasses
@@ -18,7 +21,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.launch import Extent, Factor, GridTerm
+from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
@@ -71,15 +74,9 @@ class Direct(ProductEntry):
         self.threads = 32 * self.warps
         self.per = self.format.codes_per_byte
         self.lines = STEP * BLOCK // (LINE * self.per)  # of a step
-        self.shared = self.warps * 8 * PITCH * 4
+        self.sums = self.warps * 8 * PITCH  # floats of a tile
+        self.shared = 2 * 4 * self.sums
         self.divide = (Factor(Extent(self.signature.number("scales"), 2), STEP),)
-
-    @property
-    def grid(self) -> list:
-        """A thread block for each 16 rows of each matrix."""
-        codes = self.signature.number("codes")
-        factors = Factor(Extent(codes, 1, 2), self.columns), Factor(Extent(codes, 0, 1))
-        return [GridTerm(0, factor).to_json() for factor in factors]
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """Loads of 16 bytes, of scales of `STEP`."""
@@ -103,40 +100,65 @@ class Direct(ProductEntry):
         epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE]
         t, wide, groups, width, blocks, result = scalars
         tid, _, _ = cute.arch.thread_idx()
-        bid, _, _ = cute.arch.block_idx()
+        index, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
         warp, lane = tid // 32, tid % 32
         across = (width + self.columns - 1) // self.columns
-        e, tile, rows = Int32(0), bid, t
-        if groups > 1:  # divisions take longer than the first loads may wait
-            e, tile, rows = bid // across, bid % across, t // groups
-        n0 = tile * self.columns
-        codes_at, scales_at = [], []  # of a lane's two rows
-        for r in range_constexpr(2):
-            line = Int64(e) * width + cutlass.min(n0 + lane // 4 + 8 * r, width - 1)
-            codes_at.append(w.toint() + line * (blocks * (BLOCK // self.per)) + lane % 4 * 16)
-            scales_at.append(s.toint() + line * blocks)
+        pieces = self.pieces(t)
+        if groups > 1:
+            pieces = self.pieces(t // groups)
         deep = blocks // STEP  # steps along K
         steps = wide // (STEP * BLOCK)  # x may have twice as many columns
-        row, stop = rows * e, rows * (e + 1)
+        first, apart = warp * self.steps, self.warps * self.steps
         codes = cute.make_rmem_tensor((4, 2, self.lines, self.steps), Uint32)
         scales = cute.make_rmem_tensor((2, self.steps), Uint32)
         acc = cute.make_rmem_tensor(4, Float32)
-        first, apart = warp * self.steps, self.warps * self.steps
-        while row < stop:
+        size = t, groups, pieces, across
+        tiles = across * pieces * groups
+        turn = Int32(0)
+        start = self.start_of(index, size, width, blocks, lane // 4)
+        if (index < tiles) & (first < steps):
+            self.load(w, s, start, codes, scales, first, steps, deep, lane % 4)
+        while index < tiles:
             acc.fill(0.0)
-            if first < steps:
-                self.load(codes_at, scales_at, codes, scales, first, steps, deep)
+            row, stop, _, _ = self.place_of(index, size)
             for step in cutlass.range(first, steps, apart, unroll=1):
                 self.multiply(acc, x, codes, scales, row, stop, step, wide, lane)
                 if step + apart < steps:
-                    self.load(codes_at, scales_at, codes, scales, step + apart, steps, deep)
-            self.gather(acc, epilogue, y, row, stop, n0, e, width, result, tid)
-            row += self.rows
+                    self.load(w, s, start, codes, scales, step + apart, steps, deep, lane % 4)
+            this = index
+            index += grid
+            # W of the next tile comes while sums meet.
+            start = self.start_of(index, size, width, blocks, lane // 4)
+            if (index < tiles) & (first < steps):
+                self.load(w, s, start, codes, scales, first, steps, deep, lane % 4)
+            self.gather(acc, turn, epilogue, y, this, size, width, result, tid)
+            turn ^= 1
+
+    @cute.jit
+    def place_of(self, index: Int32, size: cutlass.Constexpr):
+        """Where a tile is: (row of x, end of its group, row of W, group)."""
+        t, groups, pieces, across = size
+        tile, row, rows, e = index, Int32(0), t, Int32(0)
+        if pieces * groups > 1:  # divisions take longer than the first loads may wait
+            rows, piece, tile = t // groups, index // across, index % across
+            e = piece // pieces
+            row = e * rows + piece % pieces * self.rows
+        return row, (e + 1) * rows, tile * self.columns, e
+
+    @cute.jit
+    def start_of(
+        self, index: Int32, size: cutlass.Constexpr, width: Int32, blocks: Int32, g: Int32
+    ):
+        """The numbers of the first blocks of a lane's two rows of a tile."""
+        _, _, n0, e = self.place_of(index, size)
+        rows = [cutlass.min(n0 + g + 8 * r, width - 1) for r in range(2)]
+        return tuple((Int64(e) * width + row) * blocks for row in rows)
 
     @cute.jit
     def load(
-        self, codes_at: cutlass.Constexpr, scales_at: cutlass.Constexpr, codes, scales,
-        first: Int32, steps: Int32, deep: Int32,
+        self, w, s, start: cutlass.Constexpr, codes, scales, first: Int32, steps: Int32,
+        deep: Int32, q: Int32,
     ):  # fmt: skip
         """Codes and scales of steps from `first` on; behind the last, which meet zeros, of it."""
         for i in range_constexpr(self.steps):
@@ -144,13 +166,14 @@ class Direct(ProductEntry):
             if const_expr(i > 0):
                 step = cutlass.min(first + i, steps - 1)
             step = Int64(cutlass.select_(step < deep, step, step - deep))
-            for c in range_constexpr(self.lines):
-                for r in range_constexpr(2):
-                    four = sixteen(codes_at[r] + (step * self.lines + c) * LINE)
+            for r in range_constexpr(2):
+                block = start[r] + step * STEP
+                at = w.toint() + block * (BLOCK // self.per) + 16 * q
+                for c in range_constexpr(self.lines):
+                    four = sixteen(at + c * LINE)
                     for j in range_constexpr(4):
                         codes[j, r, c, i] = four[j]
-            for r in range_constexpr(2):
-                scales[r, i] = vector(scales_at[r] + step * STEP, Uint32)[0]
+                scales[r, i] = vector(s.toint() + block, Uint32)[0]
 
     @cute.jit
     def multiply(
@@ -168,10 +191,8 @@ class Direct(ProductEntry):
             is_there, at = is_there & (g < 4), at + 64 * q
         for i in range_constexpr(self.steps):
             if const_expr(i > 0):
-                is_there, at = (
-                    is_there & ((first + i) * (STEP * BLOCK) < wide),
-                    at + 2 * BLOCK * STEP,
-                )
+                is_there = is_there & ((first + i) * (STEP * BLOCK) < wide)
+                at = at + 2 * BLOCK * STEP
             if const_expr(self.per == 1):
                 self.of_bytes(acc, at, is_there, codes, scales, i, q)
             else:
@@ -237,13 +258,19 @@ class Direct(ProductEntry):
 
     @cute.jit
     def gather(
-        self, acc, epilogue, y, row: Int32, stop: Int32, n0: Int32, e: Int32, width: Int32,
+        self, acc, turn: Int32, epilogue, y, index: Int32, size: cutlass.Constexpr, width: Int32,
         result: Int32, tid: Int32,
     ):  # fmt: skip
-        """Adds up all warps' sums, always in one order, and writes y."""
+        """Adds up all warps' sums, always in one order, and writes y.
+
+        They lie where those of the tile before the last did: who writes them has met all threads
+        since these were read.
+        """
+        row, stop, n0, e = self.place_of(index, size)
         base = cute.arch.get_dyn_smem(Float32, alignment=16)
         sums = cute.make_tensor(
-            base, cute.make_layout((16, 8, self.warps), stride=(1, PITCH, 8 * PITCH))
+            base + turn * self.sums,
+            cute.make_layout((16, 8, self.warps), stride=(1, PITCH, 8 * PITCH)),
         )
         g, q = tid % 32 // 4, tid % 4
         for v in range_constexpr(4):
@@ -259,4 +286,3 @@ class Direct(ProductEntry):
                 total = self.finished(epilogue, total, e, row + m, n0 + n, width)
             at = Int64(row + m) * width + n0 + n
             self.store(y.toint() + at * self.size_in_bytes(result), total, result)
-        cute.arch.sync_threads()
