@@ -398,8 +398,8 @@ def multiplied_by_warps(a, b, sums):
         for h in range(2):
             right[2 * q + h + 8 * i, g] = halves(word)[h::2]
     c = left @ right
-    found = [c[g + 8 * (v // 2), 2 * q + v % 2].astype(np.float32) for v in range(4)]
-    return found if sums is None else [x + y for x, y in zip(sums, found, strict=True)]
+    part = [c[g + 8 * (v // 2), 2 * q + v % 2].astype(np.float32) for v in range(4)]
+    return part if sums is None else [x + y for x, y in zip(sums, part, strict=True)]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
@@ -465,7 +465,7 @@ def test_lanes_that_load_codes_add_up_the_product(format, parts, monkeypatch):
 
 
 def registers(shape, *_):
-    """Those of 32 lanes."""
+    """Words that each of 32 lanes has."""
     return np.zeros((*shape, 32), np.uint32)
 
 

@@ -85,16 +85,16 @@ def factors_of_e2m1(scale: Int32) -> list:
 
 def scaled_e2m1(codes: Uint32, factors: list) -> list:
     """Eight codes as four words of bfloat16, times each factor."""
-    words = spread_e2m1(codes)
+    pairs = spread_e2m1(codes)
     for factor in factors:
-        words = [times(word, factor) for word in words]
-    return words
+        pairs = [times(pair, factor) for pair in pairs]
+    return pairs
 
 
-def in_order_of_e2m1(words: list) -> list:
+def in_order_of_e2m1(pairs: list) -> list:
     """Eight elements of x, four words, in the order of `spread_e2m1`."""
     return [
-        convert.bytes_of(words[i], words[i + 2], select)
+        convert.bytes_of(pairs[i], pairs[i + 2], select)
         for i in range(2)
         for select in (0x5410, 0x7632)
     ]

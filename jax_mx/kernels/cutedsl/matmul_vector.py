@@ -263,8 +263,8 @@ class Direct(ProductEntry):
     ):  # fmt: skip
         """Adds up all warps' sums, always in one order, and writes y.
 
-        They lie where those of the tile before the last did: who writes them has met all threads
-        since these were read.
+        Every second tile has the same place: a thread that writes there has met all others since
+        they read it.
         """
         row, stop, n0, e = self.place_of(index, size)
         base = cute.arch.get_dyn_smem(Float32, alignment=16)
