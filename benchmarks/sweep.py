@@ -533,7 +533,7 @@ def install(folder: Path, variant: Binary, facts: dict[str, Any]) -> None:
     import jax
 
     from jax_mx import _ffi
-    from jax_mx.lowering import store
+    from jax_mx.launch import store
 
     image = (folder / "kernels" / facts["sha256"]).read_bytes()
     _ffi.intern(facts["sha256"], image)

@@ -12,13 +12,13 @@ import pytest
 from helpers import call, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
-from jax_mx.facts.chips import ARCHS
-from jax_mx.facts.code_object import CodeObject
 from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import BLOCK
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import store
-from jax_mx.testing.memory import Global
+from jax_mx.launch import store
+from jax_mx.launch.chips import ARCHS
+from jax_mx.launch.code_object import CodeObject
+from jax_mx.launch.emulation.memory import Global
 
 POISON = 0xA7
 # Those of rows have tests of their own, tests/test_rows.py.
@@ -227,7 +227,7 @@ class Program:
         groups = None if part == 1 else range(count - count // part, count)
         groups = range(count)[::-1] if late else groups
         if count:
-            from jax_mx.testing.emulator import Emulator  # which takes tinygrad
+            from jax_mx.launch.emulation.emulator import Emulator  # which takes tinygrad
 
             emulator = emulator or Emulator(self.code)
             emulator.launch(symbol, grid, threads, bytes(block), memory, order, groups)

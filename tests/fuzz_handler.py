@@ -21,7 +21,7 @@ import sys
 import handler_alone  # noqa: F401
 import images
 
-from jax_mx.facts.launch import ABI
+from jax_mx.launch.rule import ABI
 
 WIDTHS = {6: 1, 16: 2, 11: 4, 9: 8}  # bytes of an element, by XLA's number of its type
 ELEMENTS = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)  # by CUDA's number of a tensor map's type

@@ -27,8 +27,6 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_mx
-from jax_mx.facts import launch
-from jax_mx.facts.chips import arch_of
 from jax_mx.facts.directions import FORMS, LAST_TRANSPOSED, SECOND, Blocks
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES, SCALE_LAYOUTS
@@ -37,7 +35,10 @@ from jax_mx.facts.product_kernels import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.sources import X
 from jax_mx.facts.variants import Variant, takes_zero_scale
-from jax_mx.lowering import primitive, quantizers, registry, store, targets
+from jax_mx.launch import rule as words
+from jax_mx.launch import store, targets
+from jax_mx.launch.chips import arch_of
+from jax_mx.lowering import primitive, quantizers, registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.products import AMAX, products_p
 from jax_mx.ops.planning import Options, planned
@@ -310,8 +311,8 @@ def stand_in(kernel: Binary, arch: str = "sm_90a") -> InHand:
     image = images.cuda()
     signature = kernel.signature if isinstance(kernel, Variant) else signature_of(kernel.op)
     count = len(signature.arrays)
-    entry = launch.Entry(f"{kernel.name}_0", (1,) * count, (32, 1, 1))
-    rule = launch.Launch(entries=(entry,)).to_json()
+    entry = words.Entry(f"{kernel.name}_0", (1,) * count, (32, 1, 1))
+    rule = words.Launch(entries=(entry,)).to_json()
     facts = {
         "sha256": images.sha256(image),
         "launches": dict.fromkeys((*SCALE_LAYOUTS, *RESULTS, "uint32"), rule),

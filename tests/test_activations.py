@@ -27,11 +27,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import reference
 from jax_mx.facts.activations import ACTIVATIONS, GATED
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import layouts_of
 from jax_mx.facts.windows import lengths_of
 from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.launch.chips import ARCHS
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource

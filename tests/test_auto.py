@@ -12,7 +12,7 @@ from helpers import assert_bits_equal, assert_refused
 
 import jax_mx
 from jax_mx import MXFP4, MXFP8, MXFP8_ROWS, MXFP8_WINDOWS, Recipe
-from jax_mx.lowering import targets
+from jax_mx.launch import targets
 from jax_mx.products import auto
 from jax_mx.products.recipes import RECIPES
 

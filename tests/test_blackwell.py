@@ -17,7 +17,7 @@ from exact import floats as random_floats
 import jax_mx
 from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.layouts import BLOCKED_128X4
-from jax_mx.lowering import partition, store, targets
+from jax_mx.launch import partition, store, targets
 from jax_mx.products import multiply, reads, splitting, tcgen05, tcgen05_kernel
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.decide import decided

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from helpers import loaded_after
 
-from jax_mx.facts import content, verified
-from jax_mx.facts.chips import ARCHS
 from jax_mx.kernels import build
 from jax_mx.kernels.build import EXECUTED
 from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
-from jax_mx.lowering import store
+from jax_mx.launch import content, store, verified
+from jax_mx.launch.chips import ARCHS
 
 COMPILED = shutil.ignore_patterns("__pycache__")  # what a cache holds is no source
 FIRST = {dsl: next(v for v in SHIPPED if v.implementation == dsl) for dsl in ARCHS}
@@ -33,7 +32,7 @@ def test_the_build_imports_no_jax():
 
 def test_kernels_import_no_jax():
     """As a compiling process imports them: without the package's __init__, where JAX is missing."""
-    worker = Path(build.__file__).with_name("worker.py")
+    worker = Path(content.__file__).with_name("worker.py")
     modules = loaded_after(
         f"import runpy\nrunpy.run_path({str(worker)!r})['without_jax']()\n"
         "import jax_mx.kernels.cutedsl.compile, jax_mx.kernels.cutedsl.quantize"
@@ -87,7 +86,7 @@ def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
 def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypatch):
     """A stale binary cannot pass: what an entry is made of is in files that the key hashes."""
     package = Path(build.__file__).parents[1]
-    for folder in ("facts", "sources", "kernels"):
+    for folder in ("facts", "launch", "sources", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     variant, places = FIRST[dsl], [*_places(dsl), *_tables(dsl, arch, monkeypatch)]
 
@@ -116,7 +115,7 @@ def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypat
 def test_a_key_changes_with_what_a_table_says(tmp_path):
     """With `value_layouts_of` changed, a kernel's scalars are others; its key once stayed."""
     package = Path(build.__file__).parents[1]
-    for folder in ("facts", "sources", "kernels"):
+    for folder in ("facts", "launch", "sources", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     table = tmp_path / "facts" / "variants.py"
     before = content.key_of(FIRST["cutedsl"], "sm_90a", tmp_path)

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mx
 from jax_mx import Choice, autotune, explain, matmul
-from jax_mx.facts.chips import ARCHS, chips_of
 from jax_mx.facts.product_kernels import PRODUCTS
-from jax_mx.lowering import store, targets
+from jax_mx.launch import store, targets
+from jax_mx.launch.chips import ARCHS, chips_of
 from jax_mx.products import choices, measuring, tuning
 from jax_mx.products.choices import Key, Measured
 from jax_mx.products.contraction import SUMS, Served, refused

@@ -9,7 +9,7 @@ import pytest
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.facts.variants import layouts_of
-from jax_mx.lowering import store
+from jax_mx.launch import store
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("jax_mx.kernels")  # not in a wheel
@@ -17,8 +17,8 @@ pytest.importorskip("jax_mx.kernels")  # not in a wheel
 from emulation import FLYDSL, Program, each_binary, words_behind
 from helpers import call, operand, preprocessing
 
-from jax_mx.facts.code_object import CodeObject
-from jax_mx.testing.memory import Global
+from jax_mx.launch.code_object import CodeObject
+from jax_mx.launch.emulation.memory import Global
 
 BRANCHES = ("s_cbranch", "s_branch")
 BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2,

@@ -11,9 +11,9 @@ pytest.importorskip("tinygrad")
 from tinygrad.renderer.amd.dsl import DPP, EXEC_HI, SDWA, s, v
 from tinygrad.runtime.autogen.amd.cdna import ins
 
-from jax_mx.testing import instructions as isa
-from jax_mx.testing.emulator import GARBAGE, Emulator, Space, Waves, unpack
-from jax_mx.testing.memory import Fault, Global, Shared
+from jax_mx.launch.emulation import instructions as isa
+from jax_mx.launch.emulation.emulator import GARBAGE, Emulator, Space, Waves, unpack
+from jax_mx.launch.emulation.memory import Fault, Global, Shared
 
 U32, U64 = np.uint32, np.uint64
 EXEC, CARRY = 126, 20  # registers: EXEC, and where tests put other masks

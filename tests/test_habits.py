@@ -28,11 +28,12 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 import jax_mx
-from jax_mx.facts import amd, toolchains
-from jax_mx.facts.chips import ARCHS
+from jax_mx.facts import amd
 from jax_mx.facts.variants import layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import existing
+from jax_mx.launch import toolchains
+from jax_mx.launch.chips import ARCHS
 from jax_mx.products import implementations, kernels
 from jax_mx.products.kernel_plans import ROWS
 from jax_mx.sources.gated_gradient import GradientSource

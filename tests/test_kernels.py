@@ -48,7 +48,8 @@ from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import layouts_of
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import quantizers, store
+from jax_mx.launch import store
+from jax_mx.lowering import quantizers
 from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The words of the launch rule: facts/launch.py, without a handler."""
+"""The words of the launch rule: launch/rule.py, without a handler."""
 
 import dataclasses
 import json
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jax_mx import _ffi
-from jax_mx.facts import launch
-from jax_mx.facts.launch import (
+from jax_mx.launch import rule
+from jax_mx.launch.rule import (
     ABI,
     Entry,
     Extent,
@@ -76,11 +76,11 @@ FULL = Launch(
 
 
 def test_json_is_what_manifests_have():
-    rule = Launch.from_json(PLAIN)
-    assert rule.to_json() == PLAIN
-    assert json.dumps(rule.to_json()) == json.dumps(PLAIN)  # the order too
-    assert rule.entries[0].divide == (Factor(Extent(0, -1), 64),)
-    assert rule.scalars[1] == Scalar(4, "round_add_0")
+    plain = Launch.from_json(PLAIN)
+    assert plain.to_json() == PLAIN
+    assert json.dumps(plain.to_json()) == json.dumps(PLAIN)  # the order too
+    assert plain.entries[0].divide == (Factor(Extent(0, -1), 64),)
+    assert plain.scalars[1] == Scalar(4, "round_add_0")
 
 
 def test_json_there_and_back():
@@ -154,9 +154,9 @@ def test_the_handler_is_of_the_same_version():
 def test_the_words_need_no_jax():
     code = (
         "import handler_alone, sys\n"
-        "import jax_mx.facts.launch\n"
+        "import jax_mx.launch.rule\n"
         "assert not {'jax', 'jaxlib', 'jax_mx._ffi'} & set(sys.modules)"
     )
-    path = [str(Path(__file__).parent), str(Path(launch.__file__).parents[2])]
+    path = [str(Path(__file__).parent), str(Path(rule.__file__).parents[2])]
     setup = f"import sys; sys.path[:0] = {path!r}\n"
     subprocess.run([sys.executable, "-c", setup + code], check=True)

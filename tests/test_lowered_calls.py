@@ -31,7 +31,7 @@ from jax_mx import MXFP8, Recipe
 from jax_mx.facts.product_kernels import Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Variant
-from jax_mx.lowering import partition, store
+from jax_mx.launch import partition, store
 from jax_mx.products.recipes import RECIPES
 
 GOLDEN_FILE = GOLDEN / "lowered_calls.json"

@@ -28,8 +28,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import MXFP8, Recipe
 from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.launch.targets import Target
 from jax_mx.lowering import registry
-from jax_mx.lowering.targets import Target
 from jax_mx.products import multiply
 from jax_mx.products.operand import Moved
 

@@ -25,12 +25,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import rms_norm
 from jax_mx.facts import directions
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.geometry import Extents
 from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.launch.chips import ARCHS
 from jax_mx.sources.rms_norm import NormSource
 
 P = PartitionSpec

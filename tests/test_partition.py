@@ -27,8 +27,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from benchmarks import llama, program
 from jax_mx import MXFP4, MXFP8, Product, Recipe
-from jax_mx.lowering import partition, plan, primitive
-from jax_mx.lowering.partition import Rule, chosen
+from jax_mx.launch import partition
+from jax_mx.launch.partition import Rule, chosen
+from jax_mx.lowering import plan, primitive
 from jax_mx.products import multiply
 
 pytestmark = pytest.mark.optimized
@@ -360,7 +361,7 @@ def test_the_persistent_cache(tmp_path):
         from helpers import cached_in
         events = cached_in(sys.argv[2])
         from test_partition import FSDP, ROWS, mesh_of, split, step
-        from jax_mx.lowering import partition
+        from jax_mx.launch import partition
 
         asked = []
         for name, local in [*partition.SHARDS.items()]:
@@ -457,7 +458,7 @@ def on_hopper(request):
     """The lowered program of a step for Hopper, with kernels that are stand-ins."""
     from helpers import stand_in
 
-    from jax_mx.lowering import store
+    from jax_mx.launch import store
 
     with pytest.MonkeyPatch.context() as patch, lowered_apart("without code"):
         patch.setattr(store, "obstacle", lambda variant, arch: "")

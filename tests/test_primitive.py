@@ -28,13 +28,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx.arrays.views import minor_to_major
-from jax_mx.facts import formats, toolchains, variants
-from jax_mx.facts.chips import PLATFORMS
+from jax_mx.facts import formats, variants
 from jax_mx.facts.directions import LAST, SECOND
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import primitive, quantizers, registry, store
+from jax_mx.launch import store, toolchains
+from jax_mx.launch.chips import PLATFORMS
+from jax_mx.lowering import primitive, quantizers, registry
 from jax_mx.ops.preprocessing import preprocessing_of
 
 P = PartitionSpec

@@ -28,8 +28,7 @@ from jax_mx import (
     einsum,
     matmul,
 )
-from jax_mx.facts import toolchains
-from jax_mx.lowering import store, targets
+from jax_mx.launch import store, targets, toolchains
 from jax_mx.ops.quantizing import called
 from jax_mx.products import decide, implementations, kernel_plans, kernels, operand, recipes
 from jax_mx.products.arguments import is_exact

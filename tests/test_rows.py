@@ -27,11 +27,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi, reference
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.launch.chips import ARCHS
 from jax_mx.ops.requantize import requantize
 from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.rows import RowsSource

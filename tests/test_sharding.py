@@ -33,7 +33,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.lowering import store, targets
+from jax_mx.launch import store, targets
 from jax_mx.testing import emulate
 
 pytestmark = pytest.mark.optimized

@@ -14,7 +14,8 @@ from jax_mx.facts import signatures
 from jax_mx.facts.signatures import EPILOGUE, Array, Role, Signature, signature_of
 from jax_mx.facts.variants import Kind, layouts_of
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import primitive, registry, store
+from jax_mx.launch import store
+from jax_mx.lowering import primitive, registry
 
 P = PartitionSpec
 

@@ -15,14 +15,15 @@ from helpers import random_bits as bits
 import jax_mx
 from jax_mx import _ffi
 from jax_mx.facts import directions
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Array, Role
 from jax_mx.facts.sources import FLOAT32, Source, X
 from jax_mx.facts.variants import Variant, exists, variants
 from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
-from jax_mx.lowering import registry, store
+from jax_mx.launch import store
+from jax_mx.launch.chips import ARCHS
+from jax_mx.lowering import registry
 from jax_mx.ops.activations import Of
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.quantizing import WithSums

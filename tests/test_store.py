@@ -24,10 +24,10 @@ from forks import Running
 from helpers import assert_same_array, lowered_apart, random_bits
 
 import jax_mx
-from jax_mx.facts import toolchains, verified
-from jax_mx.facts.content import key_of
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import compiler, primitive, store
+from jax_mx.launch import compiler, store, toolchains, verified
+from jax_mx.launch.content import key_of
+from jax_mx.lowering import primitive
 from jax_mx.ops.quantizing import quantized
 from jax_mx.testing import emulate
 
@@ -94,7 +94,7 @@ def test_damage_is_noticed_and_mended(cache, what):
 CODE = """
     import sys
     from jax_mx.kernels.shipped import SHIPPED
-    from jax_mx.lowering import store
+    from jax_mx.launch import store
     dsl, arch = sys.argv[1:]
     variant = next(v for v in SHIPPED if v.implementation == dsl)
     print("ready", flush=True)
@@ -172,8 +172,8 @@ def test_a_process_with_many_open_files_compiles(cache):
 
 def test_a_compiler_that_dies_or_refuses(cache, tmp_path, monkeypatch):
     """An error with the reason, not a hang; and the next request is served."""
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "worker.py").write_text("raise SystemExit('no memory')")
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "worker.py").write_text("raise SystemExit('no memory')")
     with monkeypatch.context() as patch:
         patch.setattr(compiler, "PACKAGE", tmp_path)
         with pytest.raises(compiler.CompileError, match="gave no answer: no memory"):

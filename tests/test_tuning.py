@@ -11,8 +11,6 @@ import pytest
 
 import jax_mx
 from benchmarks import sweep
-from jax_mx.facts import content
-from jax_mx.facts.chips import ARCHS, SHARED
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.product_kernels import PRODUCTS, archs_of
 from jax_mx.facts.variants import layouts_of
@@ -20,6 +18,8 @@ from jax_mx.kernels import tuning
 from jax_mx.kernels.cutedsl.tuning import sm_90a as TABLE
 from jax_mx.kernels.cutedsl.tuning.spills import SPILLS
 from jax_mx.kernels.shipped import existing
+from jax_mx.launch import content
+from jax_mx.launch.chips import ARCHS, SHARED
 
 RECORD = {"kernel", "where", "case", "shape", "value", "us", "chip", "date"}  # and a note
 EXISTING = [*existing()]

@@ -13,7 +13,6 @@ each.
 import dataclasses
 import itertools
 
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import (
     BLOCK,
     MXFP4_E2M1,
@@ -25,6 +24,7 @@ from jax_mx.facts.formats import (
 )
 from jax_mx.facts.variants import Variant, exists
 from jax_mx.facts.windows import ROW, suffix_of
+from jax_mx.launch.chips import ARCHS
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles

@@ -6,7 +6,7 @@
 For wheels that bring their kernels; without them, kernels are compiled when they are first used.
 Which archs: those of --arch, else of the environment's JAX_MX_ARCHS, "all", "native" (the GPUs of
 this machine) or a list; by default none. Incremental by content: a binary is compiled again when
-its key changes (facts/content.py). A binary that spills registers fails the build.
+its key changes (launch/content.py). A binary that spills registers fails the build.
 """
 
 import argparse
@@ -25,15 +25,15 @@ from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
 if __package__ in (None, ""):  # run by CMake as a file, before the extension exists
-    sys.path.insert(0, str(PACKAGE / "kernels"))
+    sys.path.insert(0, str(PACKAGE / "launch"))
     importlib.import_module("worker").without_jax()
 
-from jax_mx.facts import verified  # noqa: E402
-from jax_mx.facts.chips import ARCHS, arch_of  # noqa: E402
-from jax_mx.facts.content import key_of  # noqa: E402
 from jax_mx.facts.product_kernels import Binary  # noqa: E402
 from jax_mx.kernels.shipped import BINARIES as EVERY  # noqa: E402
 from jax_mx.kernels.shipped import shipped_archs  # noqa: E402
+from jax_mx.launch import verified  # noqa: E402
+from jax_mx.launch.chips import ARCHS, arch_of  # noqa: E402
+from jax_mx.launch.content import key_of  # noqa: E402
 
 BINARIES = PACKAGE / "binaries"
 EXECUTED = ("sm_90a", *ARCHS["flydsl"])  # the archs whose binaries must have run, or been emulated
@@ -193,7 +193,7 @@ def compile_all(jobs: list[Job]) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 def _compile(variant: Binary, arch: str) -> tuple[bytes, dict[str, Any]]:
     """In a process of a pool."""
-    from jax_mx.kernels.worker import compiled
+    from jax_mx.launch.worker import compiled
 
     return compiled(variant, arch)
 
@@ -220,7 +220,7 @@ def check(jobs: list[Job]) -> int:
 
 def _cached(variant: Binary, arch: str) -> dict[str, Any] | None:
     """What the user's cache says of a binary."""
-    from jax_mx.lowering import store
+    from jax_mx.launch import store
 
     artifact = store.find(variant, arch)
     return artifact.facts if artifact else None

@@ -41,16 +41,17 @@ from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx.arrays.sharding import is_explicit, shards_of, spec_of, spread
 from jax_mx.arrays.views import View, minor_to_major
-from jax_mx.facts import chips as chip_table
-from jax_mx.facts import launch
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
 from jax_mx.facts.product_kernels import Binary
 from jax_mx.facts.signatures import Array, Role, Signature
 from jax_mx.facts.variants import value_layouts_of
-from jax_mx.lowering import compiler, registry, store
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch import compiler, store
+from jax_mx.launch.rule import call_attributes
+from jax_mx.launch.targets import Target, target_of
+from jax_mx.lowering import registry
 from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
 from jax_mx.lowering.registry import Refusal, Support
-from jax_mx.lowering.targets import Target, target_of
 
 # What makes operands vary over the same manual axes; since 0.10.1 under the first name.
 vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]
@@ -239,7 +240,7 @@ def _call(
         extra_attributes=_sharding_attributes(ctx, signature, batch),
     )
     absent = [signature.number(name) for name in plan.lacks]
-    attributes = launch.call_attributes(kernels, merge=merge, absent=absent, device=device)
+    attributes = call_attributes(kernels, merge=merge, absent=absent, device=device)
     return rule(ctx, *operands, **attributes)
 
 

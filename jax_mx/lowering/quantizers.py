@@ -26,8 +26,10 @@ from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Role
 from jax_mx.facts.sources import COLUMNS, ROWS, Source, X
 from jax_mx.facts.windows import ROW, SHARD
-from jax_mx.lowering import partition, registry
-from jax_mx.lowering.partition import Rule, Split
+from jax_mx.launch import partition
+from jax_mx.launch.partition import Rule, Split
+from jax_mx.launch.targets import Target, target_of
+from jax_mx.lowering import registry
 from jax_mx.lowering.plan import AnyPlan, Plan, described, plan_in
 from jax_mx.lowering.primitive import (
     Op,
@@ -43,7 +45,6 @@ from jax_mx.lowering.primitive import (
     vary_alike,
 )
 from jax_mx.lowering.products import amax_of, amaxes_of_both_p, amaxes_plan, products_p
-from jax_mx.lowering.targets import Target, target_of
 
 # Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
 # like jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME) keeps them, and the backward

@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.product_kernels import PRODUCT_ARCHS, PRODUCTS, Binary, ProductKernel, archs_of
 from jax_mx.facts.sources import X
 from jax_mx.facts.variants import Variant, exists, layouts_of, takes_zero_scale, variants
-from jax_mx.lowering import store
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch import store
 from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
 
 

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_mx.arrays.checks import has_elements, shown
-from jax_mx.facts import files
+from jax_mx.launch import files
 from jax_mx.ops import metadata
 from jax_mx.ops.mxarray import MXArray
 

@@ -9,7 +9,7 @@ from jax_mx.arrays.checks import flag
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.windows import Window
-from jax_mx.lowering import partition, store
+from jax_mx.launch import partition, store
 from jax_mx.ops.activations import Gated
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.planning import Options

@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.arrays.checks import flag, float_dtype, shown, whole, window_of, zero_scale_of
-from jax_mx.facts import chips as chip_table
 from jax_mx.facts.activations import GATED
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import ROW, Window
-from jax_mx.lowering import registry, targets
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch import targets
+from jax_mx.launch.chips import ARCHS
+from jax_mx.lowering import registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.quantizers import takes_amaxes
 from jax_mx.lowering.registry import Refusal, Support

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jax_mx.arrays.checks import shown
-from jax_mx.facts import files
+from jax_mx.launch import files
 from jax_mx.version import __version__
 
 logger = logging.getLogger("jax_mx")

@@ -20,9 +20,9 @@ import numpy as np
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout
 from jax_mx.facts.windows import Window, in_blocks
+from jax_mx.launch.targets import Target
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.registry import Refusal, Support
-from jax_mx.lowering.targets import Target
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.choices import Key
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.arrays.sharding import shards_of
-from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_DTYPE
 from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_16X16, SHUFFLED_32X8, Layout
 from jax_mx.facts.windows import ROW
+from jax_mx.launch import chips as chip_table
 from jax_mx.lowering import registry
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, dequantize

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts import chips as chip_table
 from jax_mx.facts.product_kernels import PRODUCTS
 from jax_mx.facts.windows import ROW, TILE
+from jax_mx.launch import chips as chip_table
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops.mxarray import MXArray, floats_of

@@ -30,7 +30,8 @@ from jax.interpreters import mlir
 
 from jax_mx.arrays.sharding import is_explicit
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
-from jax_mx.lowering import primitive, registry, targets
+from jax_mx.launch import targets
+from jax_mx.lowering import primitive, registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.contraction import (

@@ -1,4 +1,4 @@
-"""How devices share a product, where XLA splits the program among them (lowering/partition.py).
+"""How devices share a product, where XLA splits the program among them (launch/partition.py).
 
 Each has a part of the rows, of the columns, of the batch or of what is contracted, and multiplies
 it as one device would. So codes move where operands lie otherwise, not the floats that they stand
@@ -21,10 +21,10 @@ import numpy as np
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import ROW, SHARD, lengths_of
-from jax_mx.lowering import partition
-from jax_mx.lowering.partition import Rule, Split
+from jax_mx.launch import partition
+from jax_mx.launch.partition import Rule, Split
+from jax_mx.launch.targets import Target
 from jax_mx.lowering.plan import ProductPlan, described, plan_in
-from jax_mx.lowering.targets import Target
 from jax_mx.ops import metadata
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products import kernel_plans, kernels

@@ -23,7 +23,7 @@ ROWS = 128  # of a tile, also of a tile of scales
 _DEPTH = 128  # bytes of a row that one step reads
 _TOGETHER = 8  # rows that lie together in shared memory
 _COLUMNS = 32  # of the result that go through shared memory at once
-_SHARED = 227 << 10  # bytes that a thread block may have, see facts/chips.py
+_SHARED = 227 << 10  # bytes that a thread block may have, see launch/chips.py
 _RESERVED = 2 << 10  # of them, for barriers and Pallas
 
 

@@ -12,7 +12,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from jax_mx.arrays.checks import shown, whole
-from jax_mx.lowering import primitive, targets
+from jax_mx.launch import targets
+from jax_mx.lowering import primitive
 from jax_mx.lowering.barrier import notes_in
 from jax_mx.ops.progress import progress as progress_of
 from jax_mx.products import choices, measuring

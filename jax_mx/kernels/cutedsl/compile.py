@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from jax_mx.facts.chips import SHARED
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.product_kernels import Binary, ProductKernel
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels import entry
 from jax_mx.kernels.cutedsl import products
+from jax_mx.launch.chips import SHARED
 
 COMPILER = f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}"
 

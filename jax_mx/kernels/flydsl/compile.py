@@ -13,11 +13,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jax_mx.facts.code_object import CodeObject
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.product_kernels import Binary, ProductKernel
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels.entry import launches
+from jax_mx.launch.code_object import CodeObject
 
 COMPILER = f"flydsl {version('flydsl')}, ziglang {version('ziglang')}"
 

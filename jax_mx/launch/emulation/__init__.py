@@ -23,15 +23,15 @@ def emulate(arch: str, *, order: str = "lockstep") -> AbstractContextManager[Non
       ValueError: an unknown arch or order.
       ModuleNotFoundError: the extra is not installed.
     """
-    from jax_mx.facts.chips import ARCHS
-    from jax_mx.facts.toolchains import EMULATOR, install
-    from jax_mx.lowering import targets
+    from jax_mx.launch import targets
+    from jax_mx.launch.chips import ARCHS
+    from jax_mx.launch.toolchains import EMULATOR, install
 
     if arch not in ARCHS["flydsl"]:
         known = ", ".join(ARCHS["flydsl"])
         raise ValueError(f"emulate: arch {arch!r} is unknown; use one of {known}")
     try:
-        from jax_mx.testing import hip
+        from jax_mx.launch.emulation import hip
     except ModuleNotFoundError as error:
         message = f"emulate: this needs {error.name}; {install(*EMULATOR)}"
         raise ModuleNotFoundError(message, name=error.name) from error

@@ -30,9 +30,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts import chips as chip_table
-from jax_mx.lowering import primitive, store
-from jax_mx.lowering.targets import Target
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch import store
+from jax_mx.launch.targets import Target
+from jax_mx.lowering import primitive
 
 TARGET = "jax_mx_split"
 Axes = tuple[str, ...]  # of devices

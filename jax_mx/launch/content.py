@@ -11,11 +11,13 @@ import re
 from pathlib import Path
 
 from jax_mx.facts.product_kernels import Binary
-from jax_mx.facts.toolchains import COMPILERS
+from jax_mx.launch.toolchains import COMPILERS
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Modules of kernels/ that decide when and where kernels are compiled, not what they are.
-_DRIVERS = ("build.py", "shipped.py", "worker.py")
+_DRIVERS = ("build.py", "shipped.py")
+# Modules of launch/ that binaries or their launch facts depend on.
+_LAUNCH = ("chips", "code_object", "rule")
 
 
 def sources(dsl: str, arch: str, package: Path = PACKAGE) -> list[Path]:
@@ -23,6 +25,7 @@ def sources(dsl: str, arch: str, package: Path = PACKAGE) -> list[Path]:
     folders = [package / name for name in ("facts", "sources", "kernels", f"kernels/{dsl}")]
     found = [path for folder in folders for path in folder.glob("*.py")]
     found += _tables(folders[-1] / "tuning", arch)
+    found += [package / "launch" / f"{name}.py" for name in _LAUNCH]
     return sorted(path for path in found if path.name not in _DRIVERS)
 
 

@@ -28,14 +28,14 @@ def without_jax() -> None:
     package = types.ModuleType("jax_mx")
     package.__path__ = [str(PACKAGE)]
     sys.modules["jax_mx"] = package
-    here = str(PACKAGE / "kernels")  # has folders that are called as the DSLs are
+    here = str(PACKAGE / "launch")  # has folders that are called as the DSLs are
     sys.path[:] = [path for path in sys.path if path != here]
 
 
 def compiled(variant, arch: str) -> tuple[bytes, dict[str, Any]]:
     """The binary, and its facts: name, abi, key, sha256, launches."""
-    from jax_mx.facts.content import key_of
-    from jax_mx.facts.launch import ABI
+    from jax_mx.launch.content import key_of
+    from jax_mx.launch.rule import ABI
 
     if variant.implementation == "cutedsl":
         from jax_mx.kernels.cutedsl import compile as backend

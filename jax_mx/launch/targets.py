@@ -10,9 +10,9 @@ import jax
 from jax.interpreters import mlir
 
 from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering import store
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch import store
 
 
 class Emulated(NamedTuple):

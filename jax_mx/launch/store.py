@@ -3,7 +3,7 @@
 A program names a kernel by its sha256. The handler reads its bytes when the call is instantiated
 (ffi/launch.cc), from the folders that this module registers: `jax_mx/binaries`, which a wheel may
 bring, and a user's cache. Which sha256 a variant has on an arch, and how it is launched, stands in
-the package's manifest, or in the cache under the kernel's content key (facts/content.py).
+the package's manifest, or in the cache under the kernel's content key (launch/content.py).
 
 What neither holds is compiled, where its DSL is installed, in a process of its own (compiler.py).
 """
@@ -28,12 +28,11 @@ from typing import Any
 import jax
 
 from jax_mx import _ffi
-from jax_mx.facts import files, toolchains
-from jax_mx.facts.chips import ARCHS, arch_of
-from jax_mx.facts.content import key_of
-from jax_mx.facts.launch import Launch
 from jax_mx.facts.product_kernels import Binary
-from jax_mx.lowering import compiler
+from jax_mx.launch import compiler, files, toolchains
+from jax_mx.launch.chips import ARCHS, arch_of
+from jax_mx.launch.content import key_of
+from jax_mx.launch.rule import Launch
 
 TARGET = "jax_mx_launch"
 BINARIES = Path(__file__).parents[1] / "binaries"
@@ -46,7 +45,7 @@ class Artifact:
 
     Attributes:
       facts: sha256; launches: per scale layout, or per dtype of a product's result, the launch
-        rule, in the words of facts/launch.py.
+        rule, in the words of launch/rule.py.
       folder: where its binary lies, in a file called by its sha256.
       image: the binary.
     """

@@ -2,7 +2,7 @@
 
 There is one process per DSL (two DSLs cannot share one), started at the first kernel and kept, as
 importing a DSL takes longer than compiling with it. It reads requests from its standard input and
-answers on a pipe, one line of JSON each; see kernels/worker.py.
+answers on a pipe, one line of JSON each; see launch/worker.py.
 """
 
 import atexit
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jax_mx.facts import files
-from jax_mx.facts.chips import ARCHS
-from jax_mx.facts.content import PACKAGE
 from jax_mx.facts.product_kernels import Binary
+from jax_mx.launch import files
+from jax_mx.launch.chips import ARCHS
+from jax_mx.launch.content import PACKAGE
 
 TIMEOUT = 300  # seconds for one kernel, far more than any took on a busy machine
 
@@ -106,7 +106,7 @@ class Worker:
         self.answers = os.fdopen(answers, "rb")
         try:
             self.process = subprocess.Popen(
-                [sys.executable, str(PACKAGE / "kernels" / "worker.py"), str(give)],
+                [sys.executable, str(PACKAGE / "launch" / "worker.py"), str(give)],
                 stdin=subprocess.PIPE,
                 stdout=self.errors,
                 stderr=self.errors,

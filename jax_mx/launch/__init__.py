@@ -1,0 +1,1 @@
+"""Launches kernels that CuTeDSL and FlyDSL compiled from JAX; knows nothing of MX."""
