@@ -19,14 +19,13 @@ from benchmarks import shapes
 from benchmarks.record import LARGE, RESULTS, command
 from benchmarks.report import one_run, read
 from jax_mx.command.multiplying import multiplying
-from jax_mx.facts import amd, formats
+from jax_mx.facts import amd, formats, verified
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.variants import differ_in_bits, variants
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SOURCES, existing
-from jax_mx.launch import verified
 from jax_mx.launch.chips import ARCHS
 from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.products import tcgen05

@@ -21,8 +21,9 @@ import pytest
 from helpers import lowered_apart, stand_in
 from jax._src import compiler
 
+from jax_mx.facts import verified
 from jax_mx.kernels.shipped import BINARIES
-from jax_mx.launch import store, targets, verified
+from jax_mx.launch import store, targets
 from jax_mx.launch.chips import ARCHS, arch_of, dsl_of
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

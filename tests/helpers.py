@@ -640,7 +640,7 @@ def with_table(text: str, name: str, lines: Iterable[str]) -> str:
 
 
 def loaded_after(code: str) -> set[str]:
-    """The top-level modules of a new process that runs `code`."""
-    code += "\nimport sys; print('\\n'.join({name.split('.')[0] for name in sys.modules}))"
+    """The modules of a new process that runs `code`."""
+    code += "\nimport sys; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return set(run.stdout.split())

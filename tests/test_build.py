@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from helpers import loaded_after
 
+from jax_mx.facts import binary, verified
 from jax_mx.kernels import build
 from jax_mx.kernels.build import EXECUTED
 from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
-from jax_mx.launch import content, store, verified
+from jax_mx.launch import content, store
 from jax_mx.launch.chips import ARCHS
 
 COMPILED = shutil.ignore_patterns("__pycache__")  # what a cache holds is no source
@@ -38,6 +39,8 @@ def test_kernels_import_no_jax():
         "import jax_mx.kernels.cutedsl.compile, jax_mx.kernels.cutedsl.quantize"
     )
     assert "cutlass" in modules and "jax" not in modules
+    launch = {name.removeprefix("jax_mx.launch.") for name in modules if ".launch." in name}
+    assert launch - {"binary"} == {*content._COMPILING["cutedsl"]}  # their change is another key
 
 
 # Kernels of archs that none of them was executed on, here or on a GPU.
@@ -65,9 +68,19 @@ def _places(dsl: str) -> list[Path]:
     package = Path(build.__file__).parents[1]
     folders = ("facts", "sources", f"kernels/{dsl}")
     found = [path for folder in folders for path in (package / folder).glob("*.py")]
-    shared = ("entry.py", "geometry.py", "noise.py", "tuning.py")
-    found += [package / "kernels" / name for name in shared]
+    shared = ("kernels/entry", "kernels/geometry", "kernels/noise", "kernels/tuning")
+    shared += (f"launch/{dsl}", "launch/chips", "launch/entry", "launch/rule")
+    found += [package / f"{name}.py" for name in shared]
     return [path.relative_to(package) for path in found]
+
+
+def _key(variant, arch: str, package: Path) -> str:
+    """The key of sources that lie in a copy of the package."""
+    content._digest.cache_clear()
+    binary.files_of.cache_clear()
+    dsl = variant.implementation
+    files = binary.files_of(dsl, arch, package), content.files_of(dsl, package / "launch")
+    return content.key_of(variant, arch, (*files[0], *files[1]))
 
 
 def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
@@ -91,8 +104,7 @@ def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypat
     variant, places = FIRST[dsl], [*_places(dsl), *_tables(dsl, arch, monkeypatch)]
 
     def key() -> str:
-        content._digest.cache_clear()
-        return content.key_of(variant, arch, tmp_path)
+        return _key(variant, arch, tmp_path)
 
     first, seen = key(), set()
     assert first == content.key_of(variant, arch)  # where a package lies does not matter
@@ -109,7 +121,6 @@ def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypat
         if table.relative_to(tmp_path) not in places:
             table.write_text("")
     assert key() == first
-    content._digest.cache_clear()
 
 
 def test_a_key_changes_with_what_a_table_says(tmp_path):
@@ -118,15 +129,13 @@ def test_a_key_changes_with_what_a_table_says(tmp_path):
     for folder in ("facts", "launch", "sources", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     table = tmp_path / "facts" / "variants.py"
-    before = content.key_of(FIRST["cutedsl"], "sm_90a", tmp_path)
+    before = _key(FIRST["cutedsl"], "sm_90a", tmp_path)
     text = table.read_text()
     assert 'return ("row_major",)' in text
     table.write_text(
         text.replace('return ("row_major",)', 'return ("row_major", "shuffled_16x16")')
     )
-    content._digest.cache_clear()
-    assert content.key_of(FIRST["cutedsl"], "sm_90a", tmp_path) != before
-    content._digest.cache_clear()
+    assert _key(FIRST["cutedsl"], "sm_90a", tmp_path) != before
 
 
 def test_a_key_changes_with_compilers_variant_and_arch(monkeypatch):

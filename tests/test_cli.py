@@ -24,8 +24,9 @@ from safetensors.numpy import save_file
 import jax_mx
 from jax_mx.command import here, output, plain, ran, samples, tensors
 from jax_mx.command import report as cli
+from jax_mx.facts import verified
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.launch import store, verified
+from jax_mx.launch import store
 from jax_mx.lowering.registry import Support
 
 pytestmark = pytest.mark.any_device

@@ -24,8 +24,9 @@ from forks import Running
 from helpers import assert_same_array, lowered_apart, random_bits
 
 import jax_mx
+from jax_mx.facts import verified
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.launch import compiler, store, toolchains, verified
+from jax_mx.launch import compiler, store, toolchains
 from jax_mx.launch.content import key_of
 from jax_mx.lowering import primitive
 from jax_mx.ops.quantizing import quantized
@@ -166,18 +167,17 @@ def test_a_process_with_many_open_files_compiles(cache):
             pass
         worker = compiler.Worker("flydsl")
         stack.callback(worker.stop)
-        answer = worker.ask({"variant": "unknown", "arch": ARCH}, cache / "pycache")
+        answer = worker.ask({"binary": "unknown", "arch": ARCH}, cache / "pycache")
     assert "error" in answer
 
 
 def test_a_compiler_that_dies_or_refuses(cache, tmp_path, monkeypatch):
     """An error with the reason, not a hang; and the next request is served."""
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "worker.py").write_text("raise SystemExit('no memory')")
+    (tmp_path / "worker.py").write_text("raise SystemExit('no memory')")
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "PACKAGE", tmp_path)
+        patch.setattr(compiler, "WORKER", tmp_path / "worker.py")
         with pytest.raises(compiler.CompileError, match="gave no answer: no memory"):
-            compiler.Worker("flydsl").ask({"variant": AMD.name, "arch": ARCH}, tmp_path / "pycache")
+            compiler.Worker("flydsl").ask({"binary": AMD.name, "arch": ARCH}, tmp_path / "pycache")
     monkeypatch.setattr(
         compiler,
         "compile_kernel",

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 import jax_mx
 from jax_mx.command.output import Table
+from jax_mx.facts import verified
 from jax_mx.facts.windows import ROW
-from jax_mx.launch import verified
 from jax_mx.launch.chips import ARCHS
 from jax_mx.products.implementations import IMPLEMENTATIONS
 

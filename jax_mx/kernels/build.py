@@ -28,10 +28,10 @@ if __package__ in (None, ""):  # run by CMake as a file, before the extension ex
     sys.path.insert(0, str(PACKAGE / "launch"))
     importlib.import_module("worker").without_jax()
 
+from jax_mx.facts import verified  # noqa: E402
 from jax_mx.facts.product_kernels import Binary  # noqa: E402
 from jax_mx.kernels.shipped import BINARIES as EVERY  # noqa: E402
 from jax_mx.kernels.shipped import shipped_archs  # noqa: E402
-from jax_mx.launch import verified  # noqa: E402
 from jax_mx.launch.chips import ARCHS, arch_of  # noqa: E402
 from jax_mx.launch.content import key_of  # noqa: E402
 

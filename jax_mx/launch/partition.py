@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import is_symbolic
 from jax_mx.launch import chips as chip_table
 from jax_mx.launch import store
 from jax_mx.launch.targets import Target
@@ -121,7 +120,7 @@ def obstacle(target: Target, avals: Sequence[Any]) -> str:
     """Why XLA cannot split a call of these arrays by a rule; empty where it can."""
     if target.is_mixed:
         return "is not split along axes that a jax.shard_map around it leaves to XLA"
-    if any(is_symbolic(n) for aval in avals for n in aval.shape):
+    if any(jax.export.is_symbolic_dim(n) for aval in avals for n in aval.shape):
         return "is not split where lengths are symbolic"
     return ""
 

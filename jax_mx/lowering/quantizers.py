@@ -354,7 +354,7 @@ def _lower_rows(
         by_xla = target.partitioned and plan.source and not is_shared  # binds it again, of floats
         view = _floats(ctx.avals_in, plan)
         rows = tuple(
-            Rows(target.shards_of(_along(view, plan, i)))
+            Rows(target.shards_of(_along(view, plan, i), BLOCK))
             if own.window == SHARD and not by_xla
             else Rows()
             for i, own in enumerate(plan.preprocessing)

@@ -108,7 +108,7 @@ def _windows_of(contraction: Contraction, target: Target) -> int:
     sides = (contraction.lhs, contraction.rhs)
     for x, dims in zip(sides, contraction.numbers.contracting, strict=True):
         if isinstance(x, MXArray) and x.window == SHARD:
-            return target.shards_of(x.shape[dims[-1]])
+            return target.shards_of(x.shape[dims[-1]], BLOCK)
     return 1
 
 

@@ -18,8 +18,8 @@ from jax_mx.arrays import views
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR
+from jax_mx.facts.tensor_cores import TCGEN05
 from jax_mx.launch import targets
-from jax_mx.launch.chips import TCGEN05
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, is_along, refused
