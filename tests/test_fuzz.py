@@ -25,7 +25,7 @@ import jax_mx
 from jax_mx.facts import layouts
 from jax_mx.facts.activations import ACTIVATIONS
 from jax_mx.facts.formats import FORMATS, SCALE_DTYPE
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.testing import emulate
 
 pytestmark = pytest.mark.optimized
@@ -320,7 +320,7 @@ def test_quantize(case):
     event(case.way)
     error = case.refusal()
     if error is None and case.way == "explicit" and splits_blocks(case):
-        error = primitive.ShardingTypeError
+        error = private.ShardingTypeError
     if error is None and case.way == "shard_map":
         error = dataclasses.replace(case, shape=shard(case)).refusal()
     x = case.floats() if error is None else np.zeros(case.shape, np.float32)

@@ -27,9 +27,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from benchmarks import llama, program
 from jax_mx import MXFP4, MXFP8, Product, Recipe
-from jax_mx.launch import partition
+from jax_mx.launch import partition, private
 from jax_mx.launch.partition import Rule, chosen
-from jax_mx.lowering import plan, primitive
+from jax_mx.lowering import plan
 from jax_mx.products import multiply
 
 pytestmark = pytest.mark.optimized
@@ -477,7 +477,7 @@ def shard_on_hopper(text: str, name: str, n: int, avals, result, splits) -> str:
     config = config_of(text, name, n)
     how = {"p0": 2, "p1": 2, "p2": 2}, splits
     _, shard, operands, _ = partition.shard_of(config, avals, result, how)
-    module = primitive.shard_module("shard", shard, operands, how[0], "cuda", is_here=False)
+    module = private.shard_module("shard", shard, operands, how[0], "cuda", is_here=False)
     return str(module)
 
 

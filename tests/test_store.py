@@ -26,9 +26,8 @@ from helpers import assert_same_array, lowered_apart, random_bits
 import jax_mx
 from jax_mx.facts import verified
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.launch import compiler, store, toolchains
+from jax_mx.launch import calls, compiler, store, toolchains
 from jax_mx.launch.content import key_of
-from jax_mx.lowering import primitive
 from jax_mx.ops.quantizing import quantized
 from jax_mx.testing import emulate
 
@@ -230,7 +229,7 @@ def test_processes_agree_on_kernels_too(held, call, cache, monkeypatch, caplog):
     monkeypatch.setattr(toolchains, "_installed", lambda name: None)
     x = jnp.ones((32, 64), jnp.bfloat16)
     with emulate(ARCH), lowered_apart():
-        primitive._say_once.cache_clear()
+        calls.say_once.cache_clear()
         with caplog.at_level(logging.WARNING, logger="jax_mx"):
             jax.jit(call)(x)
         line = caplog.messages[1]  # behind the one of the kernel that was compiled
@@ -392,7 +391,7 @@ def test_exports_for_a_platform_that_jax_mx_archs_leaves_out(archs, monkeypatch,
         with pytest.raises(ValueError, match="JAX_MX_ARCHS names nonsense; it may name gfx942"):
             export(None)
         return
-    primitive._say_once.cache_clear()
+    calls.say_once.cache_clear()
     assert store.TARGET not in export(None).mlir_module()
     assert any("JAX_MX_ARCHS names no chip of rocm" in line for line in caplog.messages)
     with pytest.raises(NotImplementedError, match="JAX_MX_ARCHS names no chip of rocm"):

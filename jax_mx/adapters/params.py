@@ -9,7 +9,7 @@ import jax
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
 from jax_mx.arrays.checks import shown
-from jax_mx.lowering.primitive import ShardingTypeError
+from jax_mx.launch.private import ShardingTypeError
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.products.auto import resolved_for_weights

@@ -19,7 +19,7 @@ from jax.extend import core
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
 from jax_mx.arrays.checks import shown
 from jax_mx.arrays.sharding import is_explicit
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.products.dot_general import dot_general
 from jax_mx.products.ragged_dot import ragged_dot
 from jax_mx.products.recipes import AUTO, Recipe, check_recipe
@@ -235,7 +235,7 @@ class _Rewrite(NamedTuple):
         try:
             with equation.ctx.manager:
                 jax.eval_shape(gradients, *typed)
-        except primitive.ShardingTypeError as error:
+        except private.ShardingTypeError as error:
             shapes = " times ".join(aval.str_short() for aval in avals[:2])
             self.left.tell(f"{shapes} in {scope!r}" if scope else shapes, str(error))
             return True

@@ -25,7 +25,7 @@ from jax_mx.experts.costs import WAYS
 from jax_mx.experts.rounds import Round
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops.groups import Groups, integers
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
@@ -213,7 +213,7 @@ def moe(
     recipes = tuple(wires.numbered(each, (axes.experts, axes.tensor)) for each in recipes)
     quantized = (first.quantized,), second.quantized
     leaves, tree = jax.tree.flatten((given, quantized, trip, recipes))
-    return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+    return layer(static, *tree.unflatten(private.vary_alike(*leaves)))
 
 
 def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax.Array:

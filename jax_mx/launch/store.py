@@ -44,8 +44,7 @@ class Artifact:
     """A compiled kernel.
 
     Attributes:
-      facts: sha256; launches: per scale layout, or per dtype of a product's result, the launch
-        rule, in the words of launch/rule.py.
+      facts: sha256; launches: by name, the launch rule, in the words of launch/rule.py.
       folder: where its binary lies, in a file called by its sha256.
       image: the binary.
     """

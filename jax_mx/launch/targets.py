@@ -142,7 +142,7 @@ class Target(NamedTuple):
 
     Attributes:
       platform: JAX's name of it.
-      chips: as drivers name them; None for an export, which `primitive._support` finds chips for.
+      chips: as drivers name them; None for an export, which whoever lowers finds chips for.
       device: of the stand-in driver, in emulation.
       partitioned: whether XLA splits the program among several devices, at least along some axes.
       devices: among how many.

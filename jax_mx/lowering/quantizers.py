@@ -27,22 +27,19 @@ from jax_mx.facts.signatures import Role
 from jax_mx.facts.sources import COLUMNS, ROWS, Source, X
 from jax_mx.facts.windows import ROW, SHARD
 from jax_mx.launch import partition
+from jax_mx.launch.calls import batched
 from jax_mx.launch.partition import Rule, Split
+from jax_mx.launch.private import agree, define, unsplit_like, vary_alike
 from jax_mx.launch.targets import Target, target_of
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import AnyPlan, Plan, described, plan_in
 from jax_mx.lowering.primitive import (
     Op,
-    agree,
     batch,
-    batched,
-    define,
     make_primitive,
     no_derivative,
     one_by_one,
     serves_by_itself,
-    unsplit_like,
-    vary_alike,
 )
 from jax_mx.lowering.products import amax_of, amaxes_of_both_p, amaxes_plan, products_p
 

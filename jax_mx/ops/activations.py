@@ -17,7 +17,7 @@ from jax_mx.facts.activations import ACTIVATIONS, Activation
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.product_kernels import ACTIVE_SOURCES
 from jax_mx.facts.sources import Source
-from jax_mx.lowering.primitive import derived
+from jax_mx.lowering.derivatives import derived
 from jax_mx.lowering.products import made_with_amaxes
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.preprocessing import Value

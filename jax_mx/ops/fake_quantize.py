@@ -15,8 +15,8 @@ from jax_mx.arrays.views import Viewed
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.facts.windows import Window
+from jax_mx.lowering.derivatives import derived
 from jax_mx.lowering.plan import Plan
-from jax_mx.lowering.primitive import derived
 from jax_mx.ops.mxarray import dequantized
 from jax_mx.ops.placing import require_kernel
 from jax_mx.ops.planning import Options, planned

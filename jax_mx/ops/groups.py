@@ -15,7 +15,7 @@ import numpy as np
 from jax_mx.arrays.checks import has_elements, held, is_symbolic, shown, whole
 from jax_mx.arrays.sharding import is_explicit, resharded
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering.primitive import vary_alike
+from jax_mx.launch.private import vary_alike
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.reference.ragged import clamped, owners
 

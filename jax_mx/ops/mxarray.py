@@ -49,9 +49,10 @@ from jax_mx.facts.layouts import (
     ValueLayout,
 )
 from jax_mx.facts.windows import ROW, TILE, Window, lengths_of, of_kernels
-from jax_mx.lowering import primitive, quantizers
+from jax_mx.launch import private
+from jax_mx.launch.private import ShardingTypeError
+from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
-from jax_mx.lowering.primitive import ShardingTypeError
 from jax_mx.ops import indexing, metadata, qarrays
 from jax_mx.ops.metadata import UNKNOWN, Known
 from jax_mx.ops.placing import placed, require_kernel
@@ -749,7 +750,7 @@ def _unflatten(aux: Aux, children: Any) -> MXArray:
     would make NaN of scales. So the error comes here, before any function of the array runs. Optax
     makes zeros of all leaves alike, for its moments.
     """
-    if any(isinstance(child, primitive.DIFFERENTIATED) for child in children):
+    if any(isinstance(child, private.DIFFERENTIATED) for child in children):
         raise TypeError(FROZEN)
     if _caller_of_map().startswith("optax."):
         raise TypeError(OPTIMIZED)

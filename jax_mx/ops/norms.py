@@ -12,7 +12,8 @@ from jax_mx import reference
 from jax_mx.arrays.checks import array_of, flag, shown
 from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
 from jax_mx.facts.formats import Format
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
+from jax_mx.lowering import derivatives
 from jax_mx.ops.activations import Of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantizer_of
@@ -118,7 +119,7 @@ def rms_norm(
     by_rows = options.get("rows") is not None  # of the result, whose padding is zeros
     x, residual, weight = _whole(x, residual, weight)
     leaves, tree = jax.tree.flatten((x, residual, weight))
-    operands = tree.unflatten(primitive.vary_alike(*leaves) if len(leaves) > 1 else leaves)
+    operands = tree.unflatten(private.vary_alike(*leaves) if len(leaves) > 1 else leaves)
     stop = jax.lax.stop_gradient if wanted else lambda y: y  # codes have no derivative
     eps = float(np.float32(eps))
     y = quantized = None
@@ -209,9 +210,9 @@ def _normed(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) ->
             return [*itertools.compress(of_all, asked)]
 
         kept = (*outs[1:], tree.unflatten(args)[-1])
-        return primitive.linear(transposed, kept, [t for t in tangents if t is not None], outs)
+        return derivatives.linear(transposed, kept, [t for t in tangents if t is not None], outs)
 
-    return primitive.derived(given, leaves, tangents_of)
+    return derivatives.derived(given, leaves, tangents_of)
 
 
 def _gradients(kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, Any]:

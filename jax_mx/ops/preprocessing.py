@@ -27,8 +27,8 @@ from jax_mx.arrays.views import divided, reshape
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, PRESCALES, SIZES, Preprocessing
 from jax_mx.facts.windows import Window
+from jax_mx.lowering.derivatives import derived
 from jax_mx.lowering.plan import Plan
-from jax_mx.lowering.primitive import derived
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.placing import require_whole_groups
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mx.arrays.checks import float_dtype, implementation_of
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     check_out_sharding,
@@ -176,7 +176,7 @@ def multiplied(
     # In shard_map an operand, or a key, may vary over an axis that the others do not. Where all of
     # them vary, JAX sums the gradients of those others over it.
     leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), None, recipe))
-    return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+    return product(static, *tree.unflatten(private.vary_alike(*leaves)))
 
 
 def _by_jax(

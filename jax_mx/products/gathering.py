@@ -16,7 +16,8 @@ from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of, sp
 from jax_mx.arrays.views import reshape
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import lengths_of
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
+from jax_mx.lowering import derivatives
 from jax_mx.ops.collectives import (
     all_gather,
     as_bits,
@@ -155,7 +156,7 @@ def _spec(entries: tuple[Names, ...]) -> tuple:
 
 @partial(jax.jit, static_argnums=0)
 def _gathered(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
-    return _gathered_vjp(static, primitive.reverse_only(OP)(w), recipe)
+    return _gathered_vjp(static, derivatives.reverse_only(OP)(w), recipe)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -268,7 +269,7 @@ def _of_part(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
         n * (jax.lax.axis_size(names) if names else 1)
         for n, names in zip(w.shape, static.gathered, strict=True)
     )
-    floats, _ = primitive.vary_alike(jnp.zeros(shape, w.dtype), w)
+    floats, _ = private.vary_alike(jnp.zeros(shape, w.dtype), w)
     across = arranged[side.axis], arranged[-3 - side.axis]
     return floats, _each(_forms(side, w, recipe, across), side, gathered)
 

@@ -26,7 +26,7 @@ import numpy as np
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import MXFP8_E4M3
 from jax_mx.facts.windows import ROW, SHARD
-from jax_mx.lowering import primitive
+from jax_mx.lowering import derivatives
 from jax_mx.ops.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
@@ -306,7 +306,7 @@ def layer(
       routing: the experts of each row, or None.
       recipes: of both products.
     """
-    given = jax.tree.map(primitive.reverse_only(static.op, IN_PARTS), given)
+    given = jax.tree.map(derivatives.reverse_only(static.op, IN_PARTS), given)
     return _layer(static, given, quantized, routing, recipes)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops.activations import Gated, row_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
@@ -157,7 +157,7 @@ def mlp(
     f2, q2 = parts_of(w2)
     given = Inputs(x, None, f1, f2, b1, b2)
     leaves, tree = jax.tree.flatten((given, (q1, q2), None, recipes))
-    return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+    return layer(static, *tree.unflatten(private.vary_alike(*leaves)))
 
 
 # ---- what callers pass ---

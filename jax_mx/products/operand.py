@@ -22,7 +22,7 @@ from jax_mx.arrays.sharding import is_explicit, shards_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout
 from jax_mx.facts.windows import SHARD, Window, lengths_of, share_a_read
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops import mxarray
 from jax_mx.ops.activations import made
 from jax_mx.ops.mxarray import MXArray, floats_of
@@ -419,7 +419,7 @@ class Unquantized:
             unit = math.lcm(max(lengths_of(window)), turn)
             lies = is_coded or self.pads[at] or (square and any(coded))
             if lies and shards > 1 and self.x.shape[at] % (shards * unit):
-                raise primitive.ShardingTypeError(
+                raise private.ShardingTypeError(
                     f"products: the {self.x.shape[at]} {what} of {self.name} are split over "
                     f"{' x '.join(names)} in {shards} shards of {self.x.shape[at] / shards:g}, "
                     f"which {unit} does not divide, so that blocks would not stay whole; gather "

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     Weight,
@@ -97,7 +97,7 @@ def ragged_dot(
     unsplit(op, lhs, weight.floats, weight.quantized, sizes)
     operands = (lhs, None, weight.floats, weight.quantized, clamped(sizes, lhs.shape[0]))
     leaves, tree = jax.tree.flatten((*operands, recipe))
-    return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))[:, : weight.columns]
+    return product(static, *tree.unflatten(private.vary_alike(*leaves)))[:, : weight.columns]
 
 
 def planned(

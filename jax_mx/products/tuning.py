@@ -12,8 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from jax_mx.arrays.checks import shown, whole
-from jax_mx.launch import targets
-from jax_mx.lowering import primitive
+from jax_mx.launch import private, targets
 from jax_mx.lowering.barrier import notes_in
 from jax_mx.ops.progress import progress as progress_of
 from jax_mx.products import choices, measuring
@@ -143,7 +142,7 @@ def autotune(
       RuntimeError: within a trace, where nothing can be measured; or process 0 failed.
     """
     op = "autotune"
-    if primitive.is_tracing():
+    if private.is_tracing():
         raise RuntimeError(
             f"{op}: this is a trace, in which nothing can be measured; call it outside of jit, "
             "grad, vmap and the like, and use what it returns around them"
