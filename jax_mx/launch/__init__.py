@@ -1,1 +1,7 @@
-"""Launches kernels that CuTeDSL and FlyDSL compiled from JAX; knows nothing of MX."""
+"""Launches kernels that CuTeDSL and FlyDSL compiled from JAX; knows nothing of MX. See README.md.
+
+    from jax_mx.launch import Kernel, emulate
+"""
+
+from jax_mx.launch.emulation import emulate as emulate
+from jax_mx.launch.kernel import Kernel as Kernel

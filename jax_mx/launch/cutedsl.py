@@ -22,12 +22,7 @@ class Kernel(entry.Entry):
     """An entry, and the host half that makes it be compiled; subclasses have the `kernel`.
 
     The kernel takes a tuple of pointers, operands' before results', and a tuple of scalars.
-
-    Attributes:
-      types: what the pointers point to, in CuTe's types.
     """
-
-    types: Sequence
 
     def arguments(self):
         """Stand-ins of the host function's arguments, to compile it."""

@@ -14,6 +14,7 @@ class Entry:
     Each attribute but `threads` and `cluster` is in the words of rule.py, or in their JSON.
 
     Attributes:
+      types: what the kernel's pointers point to, in the DSL's types; () of FlyDSL: to bytes.
       align: what the address of each buffer is a multiple of, in bytes; operands before results.
       scalars: the integers that the kernel takes behind the buffers' pointers.
       divide: factors: the entry takes only extents that the divisor divides.
@@ -25,6 +26,7 @@ class Entry:
       reported: what the manifest says of the entry beside what the compiler says.
     """
 
+    types: Sequence = ()
     align: Sequence[int]
     scalars: Sequence = ()
     divide: Sequence = ()

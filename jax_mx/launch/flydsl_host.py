@@ -26,11 +26,22 @@ class Host:
         """`name` tells FlyDSL's cache that another variant is another function."""
         for symbol, kernel in zip(self.symbols, self.kernels, strict=True):
             pointers = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9)[: len(kernel.align)]
+            pointers = typed(pointers, kernel)
             scalars = tuple(int64 if s[0] == 8 else int32 for s in json_of(kernel.scalars))
             entry = type(kernel).__dict__["kernel"]
             entry._name = symbol
             # The real grid is the launch rule's.
             kernel.kernel(pointers, scalars).launch(grid=(1, 1, 1), block=(kernel.threads, 1, 1))
+
+
+def typed(pointers: tuple, kernel: Entry) -> tuple:
+    """Pointers to bytes as pointers to what an entry's types say."""
+    if not kernel.types:
+        return pointers
+    return tuple(
+        fx.recast_iter(fx.Pointer[dtype, fx.AddressSpace.Global, align].ir_type, pointer)
+        for pointer, dtype, align in zip(pointers, kernel.types, kernel.align, strict=True)
+    )
 
 
 def compile_all(name: str, symbols: list[str], kernels: Sequence[Entry]):
