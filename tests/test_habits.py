@@ -97,6 +97,11 @@ def adapts(out: str) -> None:
     assert "codes and scales are the same bytes" in out
 
 
+def agrees_with_xla(out: str) -> None:
+    assert all(float(error) < 1e-6 for error in re.findall(r": (\S+) from XLA's", out))
+    assert len(out.splitlines()) == 3
+
+
 def writes_a_llama(out: str) -> None:
     assert re.search(r"3 files in llama, 0\.\d+ GB", out)
 
@@ -114,6 +119,7 @@ EXAMPLES: dict[str, tuple[list[str], Callable[[str], None]]] = {
     "lora": (["--steps", "60"], adapts),
     "quantize_safetensors": ([], quantizes),
     "random_llama": (["llama"], writes_a_llama),
+    "row_softmax": ([], agrees_with_xla),
     "serve": ([], generates),
     "train_mlp": (["--steps", "30"], trains),
     "train_moe": (["--steps", "4", "--recipes", "mxfp8"], trains_experts),
@@ -123,7 +129,7 @@ in_checkout = pytest.mark.skipif(not README.exists(), reason="beside a wheel the
 
 
 # XLA compiles their programs quickly, as conftest.py says; of several devices it may not.
-ON_ONE_DEVICE = ("export_and_run", "gpt_oss", "quantize_safetensors", "serve")
+ON_ONE_DEVICE = ("export_and_run", "gpt_oss", "quantize_safetensors", "row_softmax", "serve")
 
 
 # ---- the README ----------------------------------------------------------------------------------
@@ -300,7 +306,7 @@ def test_the_paths_of_gradients_stay_short(name):
 
 # ---- what documents run --------------------------------------------------------------------------
 PAGES = sorted(path for path in ROOT.glob("docs/*.md"))
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES, ROOT / "jax_mx/launch/README.md"]
 # Blocks that are not Python: commands, and what they print.
 FENCES = {"python", "", "sh", "{include}", "{image}", "{figure}", "{toctree}", "{glossary}"}
 
@@ -309,11 +315,12 @@ FENCES = {"python", "", "sh", "{include}", "{image}", "{figure}", "{toctree}", "
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, marks=[pytest.mark.thorough] * (p.name != "README.md")) for p in DOCUMENTS],
-    ids=lambda p: p.name,
+    ids=lambda p: p.relative_to(ROOT).as_posix(),
 )
 def test_python_in_documents_runs(path, tmp_path, monkeypatch):
     """Every block, in order, with the names of those before it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")
     text, names = path.read_text(), {}
     opened = re.findall(r"^ *(?:```|:::)([^\s`]*).*$", text, re.MULTILINE)[::2]
     assert {*opened} <= FENCES | {"{eval-rst}"}, "Python stands in blocks called python"

@@ -1,4 +1,4 @@
-"""What `jax_mx.launch` asks of a kernel: which files its binary follows from, what compiles it.
+"""A kernel as `jax_mx.launch` sees it: the files behind its binary, and the function that compiles it.
 
 The files are the kernels' for its DSL, every table of `jax_mx.facts`, every source of floats and
 the arch's table of tiles.
@@ -51,9 +51,9 @@ def files_of(dsl: str, arch: str, package: Path = PACKAGE) -> Files:
 
 
 def _tables(folder: Path, arch: str) -> list[Path]:
-    """An arch's table of tiles, and those of other archs that it takes rows of."""
+    """An arch's table of tiles, and the tables of other archs whose rows it takes."""
     names = ["__init__", arch]
     for name in names:  # which grows
         text = (folder / f"{name}.py").read_text("utf-8")
-        names += [each for each in re.findall(r"\.tuning\.(\w+)", text) if each not in names]
+        names += [name for name in re.findall(r"\.tuning\.(\w+)", text) if name not in names]
     return [folder / f"{name}.py" for name in names]

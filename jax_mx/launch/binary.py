@@ -1,4 +1,4 @@
-"""What is compiled: a `Binary`, of whatever kernels a library has."""
+"""`Binary`: the kernels that a DSL compiles into one file, of whatever library."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ class Binary(Protocol):
         ...
 
     def files(self, arch: str) -> Files:
-        """All files that its bytes follow from, but those of `jax_mx.launch`."""
+        """All files behind its bytes, except the modules of `jax_mx.launch`."""
         ...

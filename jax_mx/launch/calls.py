@@ -110,7 +110,7 @@ def emit(
 
 
 def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | None:
-    """What lets the partitioner split the call along its first `batch` dimensions."""
+    """The attributes by which the partitioner splits the call along `batch` dimensions."""
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(isinstance(n, int) for aval in avals for n in aval.shape):
         return None  # shape-polymorphic: sharding rules need numbers

@@ -1,4 +1,4 @@
-"""What a launch must know of an entry, whichever DSL it is written in; see ffi/launch.cc."""
+"""An entry of a binary, in whichever DSL, and its launch rule; see ffi/launch.cc."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,7 +58,7 @@ def json_of(words: Sequence) -> list[JSON]:
 def launches(
     kernels: Mapping[str, Sequence[Entry]], usage: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What the manifest says of a binary's launches.
+    """A binary's launches in the manifest's words.
 
     Args:
       kernels: by the name of a launch, its entries.

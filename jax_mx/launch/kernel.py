@@ -98,7 +98,7 @@ class Kernel:
         ad.primitive_jvps[self.primitive] = self._jvp
 
     def __call__(self, *operands: jax.Array, implementation: str | None = None) -> Any:
-        """What the reference gives, computed by a kernel.
+        """The reference's results, computed by a kernel.
 
         Args:
           operands: arrays.
@@ -124,7 +124,7 @@ class Kernel:
         return tree.unflatten(self.primitive.bind(*operands, implementation=implementation))
 
     def binary(self, dsl: str, dtypes: Sequence[Any]) -> ModuleBinary:
-        """What a DSL compiles for operands of these dtypes; `store.get` compiles it ahead."""
+        """The binary for operands of these dtypes; `store.get` compiles it ahead of a call."""
         module, path = self.modules[dsl]
         return ModuleBinary(self.name, dsl, module, tuple(str(t) for t in dtypes), path)
 
@@ -162,8 +162,9 @@ class Kernel:
                 why = str(error)
             else:
                 batch = ctx.avals_in[0].ndim - self.whole
-                how = {"kernels": kernels, "batch": batch, "device": target.device}
-                return calls.emit(ctx, *operands, **how)
+                return calls.emit(
+                    ctx, *operands, kernels=kernels, batch=batch, device=target.device
+                )
         if implementation is not None or (dsl in self.modules and jax.process_count() > 1):
             raise NotImplementedError(f"{self.name}: {why}; implementation='xla' runs everywhere")
         if dsl in self.modules:

@@ -34,6 +34,11 @@ from jax_mx.launch import chips as chip_table
 from jax_mx.launch.targets import Target
 
 TARGET = "jax_mx_split"
+# For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
+# its kernels; jax_mx must be imported where it runs.
+DISABLE_EXPORT_CHECKS = [
+    jax.export.DisabledSafetyCheck.custom_call(target) for target in (store.TARGET, TARGET)
+]
 Axes = tuple[str, ...]  # of devices
 Dims = tuple[str, ...]  # a factor for each dimension of an array; "": it stays whole
 

@@ -1,4 +1,4 @@
-"""What all ops have in common as JAX primitives: which kernel serves them, and vmap.
+"""Rules that all ops share as JAX primitives: the kernel that serves a plan, and vmap.
 
 An op's operands come as views (arrays/views.py). The partitioner may split every dimension of a
 view but those inside of a block or a unit, so a sharded array is quantized where it lies; those of

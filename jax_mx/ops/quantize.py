@@ -9,7 +9,6 @@ from jax_mx.arrays.checks import flag
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.windows import Window
-from jax_mx.launch import partition, store
 from jax_mx.ops.activations import Gated
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.planning import Options
@@ -21,13 +20,6 @@ from jax_mx.ops.preprocessing import (
     preprocessing_of,
 )
 from jax_mx.ops.quantizing import called
-
-# For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
-# its kernels; jax_mx must be imported where it runs.
-DISABLE_EXPORT_CHECKS = [
-    jax.export.DisabledSafetyCheck.custom_call(target)
-    for target in (store.TARGET, partition.TARGET)
-]
 
 
 def quantize(

@@ -35,7 +35,7 @@ class Kernel(QuantizerEntry, launched.Kernel):
 
     @property
     def types(self):
-        """What its pointers point to."""
+        """The types behind its pointers."""
         return [self.element_of(array) for array in self.signature.arrays]
 
     def element_of(self, array: Array):
