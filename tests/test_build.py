@@ -9,10 +9,10 @@ import pytest
 from helpers import loaded_after
 
 from jax_mx.facts import binary, verified
-from jax_mx.kernels import build
-from jax_mx.kernels.build import EXECUTED
+from jax_mx.kernels import build as ours
+from jax_mx.kernels.build import EVERY, EXECUTED
 from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
-from jax_mx.launch import content, store
+from jax_mx.launch import build, content, store
 from jax_mx.launch.chips import ARCHS
 
 COMPILED = shutil.ignore_patterns("__pycache__")  # what a cache holds is no source
@@ -25,7 +25,7 @@ def test_the_build_imports_no_jax():
         "import os, runpy, sys\n"
         "os.environ.pop('JAX_MX_ARCHS', None)\n"
         "sys.argv = ['build']\n"
-        f"try: runpy.run_path({build.__file__!r}, run_name='__main__')\n"
+        f"try: runpy.run_path({ours.__file__!r}, run_name='__main__')\n"
         "except SystemExit as e: assert not e.code"
     )
     assert modules.isdisjoint({"jax", "jaxlib", "rich", "cutlass", "flydsl"})
@@ -153,7 +153,7 @@ def test_the_build_is_incremental_by_content(implementation, tmp_path, monkeypat
     variant = FIRST[implementation]
     arch = {"cutedsl": "sm_90a", "flydsl": "gfx950"}[implementation]
     monkeypatch.setattr(build, "BINARIES", tmp_path)
-    assert build.build([(variant, arch)]) == 0
+    assert build.build([(variant, arch)], EVERY) == 0
     assert "0 of 1 binaries are up to date" in capsys.readouterr().out
     facts = build.read_manifest()[f"{variant.name}.{arch}"]
     file = tmp_path / facts["sha256"]
@@ -162,7 +162,7 @@ def test_the_build_is_incremental_by_content(implementation, tmp_path, monkeypat
     usage = [entry["usage"] for entry in build.entries_of(facts)]
     for each in usage:
         assert each["registers"] > 16 and each["shared"] >= 0 and each["stack"] == 0
-    build.build([(variant, arch)])
+    build.build([(variant, arch)], EVERY)
     assert "1 of 1 binaries are up to date" in capsys.readouterr().out
     assert first == (file.stat().st_mtime_ns, file.read_bytes())
     build.report([(variant, arch), (variant, "sm_42")])
@@ -170,7 +170,7 @@ def test_the_build_is_incremental_by_content(implementation, tmp_path, monkeypat
     assert out.count(arch) == out.count(" row_major ") == 1 and "sm_42" not in out
     file.write_bytes(first[1][:-1])  # damaged
     (tmp_path / "left_over").write_bytes(b"")
-    build.build([(variant, arch)])
+    build.build([(variant, arch)], EVERY)
     assert file.read_bytes() == first[1] and not (tmp_path / "left_over").exists()
     monkeypatch.setattr(build, "key_of", lambda *_: "another source")
     assert not build.is_current(facts, variant, arch)
@@ -181,29 +181,29 @@ def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
     facts = {"name": "a.sm_90a", "sha256": "0", "launches": {"row_major": {"entries": entries}}}
     monkeypatch.setattr(build, "BINARIES", tmp_path)
     monkeypatch.setattr(build, "compile_all", lambda jobs: [(b"", facts) for _ in jobs])
-    assert build.build([(SHIPPED[0], "sm_90a")]) == 1
+    assert build.build([(SHIPPED[0], "sm_90a")], EVERY) == 1
     assert "a.sm_90a: a_1 spills 8 bytes of registers" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]  # nothing to launch
 
 
 def test_which_archs_a_build_is_for(monkeypatch):
-    assert build.jobs_of([]) == []
+    assert build.picked(EVERY, []) == []
     monkeypatch.setattr(build, "native", lambda: ["sm_90a"])
-    one = build.jobs_of(["native"], "quantize_last_float16_mxfp8_e4m3")
+    one = build.picked(EVERY, ["native"], "quantize_last_float16_mxfp8_e4m3")
     assert [arch for _, arch in one if _.op == "quantize"] == ["sm_90a"]
-    archs = {arch for _, arch in build.jobs_of(["all"])}
+    archs = {arch for _, arch in build.picked(EVERY, ["all"])}
     assert archs == {arch for dsl in ARCHS.values() for arch in dsl}
-    assert {v.op for v, _ in build.jobs_of(["gfx950:dequantize"])} == {"dequantize"}
+    assert {v.op for v, _ in build.picked(EVERY, ["gfx950:dequantize"])} == {"dequantize"}
     with pytest.raises(ValueError, match="unknown arch sm_91; there are sm_80, "):
-        build.jobs_of(["sm_91"])
+        build.picked(EVERY, ["sm_91"])
 
 
 def test_what_is_here_is_what_was_verified(monkeypatch, tmp_path, capsys):
     variant = FIRST["flydsl"]
     store.get(variant, "gfx950")
-    assert build.check([(variant, "gfx950")]) == 0
+    assert ours.check([(variant, "gfx950")]) == 0
     assert "1 binaries are what was verified" in capsys.readouterr().out
     monkeypatch.setattr(verified, "FOLDER", tmp_path)
     monkeypatch.setattr(verified, "read", lambda arch: {})
-    assert build.check([(variant, "gfx950")]) == 1
+    assert ours.check([(variant, "gfx950")]) == 1
     assert "is not in jax_mx/verified" in capsys.readouterr().out

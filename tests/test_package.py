@@ -6,9 +6,8 @@ from importlib.metadata import requires
 from helpers import loaded_after
 
 import jax_mx
-from jax_mx.kernels import build
 from jax_mx.kernels.shipped import BINARIES, shipped_archs
-from jax_mx.launch import store
+from jax_mx.launch import build, store
 
 HEAVY = ("cutlass", "flydsl", "torch", "rich", "sklearn", "safetensors", "triton", "elftools")
 HEAVY += ("tinygrad", "msgpack")

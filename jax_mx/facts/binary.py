@@ -1,4 +1,4 @@
-"""A kernel as `jax_mx.launch` sees it: the files behind its binary, and the function that compiles it.
+"""A kernel as `jax_mx.launch` sees it: the files behind its binary, and what compiles it.
 
 The files are the kernels' for its DSL, every table of `jax_mx.facts`, every source of floats and
 the arch's table of tiles.
