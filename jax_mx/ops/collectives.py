@@ -3,9 +3,9 @@
 Codes and scales move as uint8. As the floats that they are, XLA may move them in wider types: a
 CPU moves e4m3 as float16 and e8m0 as float32, where 2^-127 becomes NaN.
 
-They are two arrays, and so two collectives. One buffer of both, chunks of rows that are quantized
-while others move, and XLA's group of collectives (`_collectives_group`) were slower, or no faster
-than they vary between runs (two H100s and two H200s, November 2026).
+They are two arrays, and so two collectives. Three other ways were no faster on two H100s and two
+H200s (November 2026): one buffer of both, chunks of rows that are quantized while others move, and
+XLA's group of collectives (`_collectives_group`).
 """
 
 import dataclasses
@@ -180,7 +180,7 @@ def _moved(
 
 
 def as_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """What `move` makes of an array while its elements are unsigned integers."""
+    """Moves an array by `move` with its elements as unsigned integers, and gives its dtype back."""
     bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     moved = move(jax.lax.bitcast_convert_type(x, bits))
     return jax.lax.bitcast_convert_type(moved, x.dtype)
@@ -219,7 +219,7 @@ def _order(q: MXArray) -> tuple[int, ...]:
 
 
 def _stored(q: MXArray, axis: int) -> dict[str, int]:
-    """Which dimension of values and of scales an axis, negative, is."""
+    """The dimensions of values and of scales that belong to an axis, which is negative."""
     at = {}
     for name, layout in (("values", q.value_layout), ("scales", q.scale_layout)):
         place = _order(q).index(axis) - q.ndim - 1 if layout.is_tiled else axis
@@ -228,14 +228,14 @@ def _stored(q: MXArray, axis: int) -> dict[str, int]:
 
 
 def _inserted(op: str, q: MXArray, new: int, ndim: int, axis: int | None = None) -> dict[str, int]:
-    """Which dimension of values and scales a new axis is.
+    """The dimensions of values and scales at which a new axis is inserted.
 
     Args:
       op: for messages.
       q: the array.
       new: the axis, negative, in the result.
       ndim: of the result.
-      axis: the block axis of what it is put into; None: q's.
+      axis: the block axis of the result; None: q's.
 
     Raises:
       ValueError: it would lie among those that tiles or square blocks span.

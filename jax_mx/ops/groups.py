@@ -30,12 +30,11 @@ class Groups:
     """Tokens sorted by expert, on the device, in arrays whose shapes do not depend on the routing.
 
     A grouped array has R slots. The slots of expert g are `starts[g]` to `starts[g] + sizes[g]`;
-    the first `counts[g]` of them hold its tokens, in the order of the tokens; the others are
-    padding, and so are the slots behind the last group's.
-    Every size, and so every start, is a multiple of `align`. A pytree; `align` is static. On a mesh
-    with explicit axes all of it is whole on each device, and so must be what is looked up in it.
-    Where jax.vmap made several, map the methods over them, too; `experts` and `num_experts` also
-    take all of them.
+    the first `counts[g]` of them hold its tokens, in the order of the tokens. All other slots are
+    padding. Every size, and therefore every start, is a multiple of `align`. A pytree; `align` is
+    static. On a mesh with explicit axes each device holds all of it, and needs all of an array that
+    is looked up in it. Under jax.vmap, map the methods as well; `experts` and `num_experts` also
+    take a whole batch of Groups.
 
     Attributes:
       rows: int32 (R,), the token in each slot; -1: none.
@@ -144,10 +143,10 @@ class Groups:
         return owners(ends, slot)
 
     def of_slots(self, choices: jax.Array) -> jax.Array:
-        """What each slot's choice has: (R,) of (T, k), zero where a slot holds nothing.
+        """The number of each slot's choice: (R,) from (T, k), zero where a slot holds nothing.
 
         Args:
-          choices: (T, k), one number a choice: a router's weights, say.
+          choices: (T, k), one number for each choice: a router's weights, say.
 
         Raises:
           ValueError: choices of another shape.
@@ -164,7 +163,7 @@ class Groups:
         return none.at[slots].set(choices, mode="drop", unique_indices=True)
 
     def of_choices(self, slots: jax.Array) -> jax.Array:
-        """What each choice's slot has: (T, k, ...) of (R, ...), zero where a choice has no slot.
+        """The row of each choice's slot: (T, k, ...) from (R, ...), zero for a choice without one.
 
         Args:
           slots: (R, ...), a row for each slot.
@@ -207,7 +206,7 @@ register_for_export(Groups)
 def integers(op: str, name: str, values: Any) -> jax.Array:
     """Integers of any type as int32.
 
-    What int32 does not hold becomes its largest number, or -1.
+    Wider integers are clipped to -1 and the largest int32.
 
     Raises:
       TypeError: they are no integers.

@@ -1,4 +1,4 @@
-"""What of an MXArray is static: read from arguments, and written into files and programs.
+"""The static fields of an MXArray: read from arguments, and written into files and programs.
 
 A static field is a row of `FIELDS`. Exported programs, safetensors files, flax's state dicts and
 the names that checkpoints give to scales all take it from there.
@@ -110,7 +110,7 @@ _SCALES = "scales:"
 
 @functools.lru_cache
 def scales_name(fields: tuple[Any, ...]) -> str:
-    """What key paths call the scales of an array with these static fields.
+    """The name in key paths for the scales of an array with these static fields.
 
     Example: "scales:format=mxfp8_e4m3,axis=-1"; fields with their default are left out.
     """
@@ -121,7 +121,7 @@ def scales_name(fields: tuple[Any, ...]) -> str:
 
 
 def description_in(name: str) -> dict[str, Any] | None:
-    """What `scales_name` wrote, as `read` takes it; None for another name."""
+    """The fields in a name of `scales_name`, as `read` takes them; None for another name."""
     if not name.startswith(_SCALES):
         return None
     found: dict[str, Any] = dict(
