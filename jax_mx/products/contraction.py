@@ -76,7 +76,7 @@ class Numbers:
         return left - ndim[0], right - ndim[1]
 
     def free(self, side: int, ndim: int) -> Dims:
-        """Those of so many dimensions that the result keeps; see `Contraction.free`."""
+        """The dimensions of an operand of this rank that the result keeps."""
         taken = (*self.contracting[side], *self.batch[side])
         taken = (*taken, 0) if self.groups == ROWS and side else taken
         return tuple(d for d in range(ndim) if d not in taken)

@@ -247,10 +247,10 @@ def _gathered(x: Any, w: Any, layout: Arrangements) -> Any:
 
 
 def _plain_residuals(pair: bool, recipe: Recipe) -> str:
-    """What is kept of gate and up by default, where it costs no time.
+    """The default form in which gate and up are kept, "mx" where it costs no time.
 
-    Kernels that make the activation and its gradient read one array, and have windows of 32 and
-    128. Where there is none, to keep both in MX takes a pass there, and one back.
+    Kernels for the activation and its gradient read one array, and have windows of 32 and 128.
+    Without such a kernel MX takes one more pass to write and one to read.
     """
     windows = {recipe.window_in(product) for product in PRODUCTS}
     return "mx" if not pair and windows <= {BLOCK, 128} else "floats"

@@ -1,8 +1,8 @@
 """Decide, then quantize, then multiply: products as JAX primitives.
 
 `mx_product` is one contraction of operands that are there. Its lowering asks decide.py which
-implementation serves it on the chips of the program, so that the choice stands in the lowered
-program, and vmap, shard_map, scan and export treat it as they treat `jax.lax.dot_general`.
+implementation serves it on the chips of the program. So the choice stands in the lowered program,
+and vmap, shard_map, scan and export treat the primitive as `jax.lax.dot_general`.
 
 `mx_step` joins quantizers and the products behind them. Some implementations multiply bfloat16. For
 such products one kernel quantizes an operand and writes the floats that its codes stand for, and

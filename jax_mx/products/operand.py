@@ -1,9 +1,8 @@
 """Operands as products read them: MX arrays or floats, along one axis and along the other.
 
-Each operand has two readers among the three products of a layer: activations the forward product
-and the one for the gradient of the weights, weights the forward product and the one for the
-gradient of the activations, the result's gradient both of the latter. So an operand has two forms,
-which one read of its floats makes.
+Each operand has two readers among the three products of a layer. The forward product and wgrad read
+activations, the forward product and dgrad read weights. Dgrad and wgrad read the result's gradient.
+So an operand has two forms, which one read of its floats makes.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class BlockRule(NamedTuple):
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProductOperand:
-    """An operand of one product: a form. Its leaves are those of the array, which it rebuilds.
+    """An operand of one product, in one form; a pytree whose leaves belong to the array.
 
     JAX takes derivatives by the whole of a `QuantizedWeight`, whose forms get zeros that nobody
     reads; an `MXArray` that is a pytree node refuses that.

@@ -117,29 +117,29 @@ def autotune(
 ) -> Choice:
     """Measures which implementation of each product in f is the fastest on this device.
 
-    Products are those of the trace of f, in its loops, branches and gradients too (pass
-    `jax.grad(loss)` for these), at their own shapes: of a shard under shard_map and on meshes with
-    explicit axes, global ones on meshes with automatic axes. Each candidate is compiled by itself,
-    compared with the implementation "xla" and timed on random operands, many launches in one
-    program, with a cold L2 cache. One that does not serve the product, fails, or differs by more
-    than products may is left out. Our kernels' tilings are candidates, too, those that have about
-    as many rows as the product. In a program of several processes all of them call this together;
-    process 0 measures, and all get its choice.
+    The trace of f has the products, in its loops, branches and gradients too (pass `jax.grad(loss)`
+    for these). Their shapes are a shard's under shard_map and on meshes with explicit axes, and
+    global on meshes with automatic axes. Each candidate is compiled by itself, compared with the
+    implementation "xla" and timed on random operands, many launches in one program, with a cold L2
+    cache. A candidate that does not serve the product, fails, or differs by more than products may
+    is left out. Our kernels' tilings with about as many rows as the product are candidates, too. In
+    a program of several processes all of them call this together; process 0 measures, and all get
+    its choice.
 
     Args:
       f: the function.
       *args: its arguments, arrays or jax.ShapeDtypeStruct; their values do not matter.
-      seconds: after which no further candidate is begun. Large products come first; those that
-        were not measured are left to the rule.
-      candidates: of each product, how many at most; the one by rule is among them.
+      seconds: the time after which no further candidate begins. Large products come first; the rule
+        decides for products that were not measured.
+      candidates: the most candidates of a product; the rule's choice is among them.
       progress: whether to say on stderr what is being measured.
 
     Returns:
-      What was measured: `print` shows a table, `save` writes it, `with` uses it.
+      The choice: `print` shows a table, `save` writes it, `with` uses it.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type, or out of range.
-      RuntimeError: within a trace, where nothing can be measured; or process 0 failed.
+      RuntimeError: the call is within a trace, where nothing can be measured; or process 0 failed.
     """
     op = "autotune"
     if primitive.is_tracing():
@@ -173,7 +173,7 @@ def entries_of(
     progress: bool,
     without: Sequence[str] = (),
 ) -> list[Measured]:
-    """What is known of calls, the largest first, as far as time goes.
+    """Measurements of calls, the largest first, as far as time goes.
 
     Args:
       found: calls; those that name an implementation have nothing to choose.
@@ -226,10 +226,10 @@ def _entry(
 
 
 def from_process_0(make: Callable[[], str]) -> str:
-    """What `make` gives in process 0, in all processes, which call this together.
+    """The result of `make` in process 0, for all processes, which call this together.
 
     Raises:
-      RuntimeError: it raised there; there, what it raised.
+      RuntimeError: it raised in process 0, where its own error is raised.
     """
     if jax.process_count() == 1:
         return make()
@@ -278,12 +278,12 @@ class Explained:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """What serves the calls of a function; `print` shows a table.
+    """The implementations that serve the calls of a function; `print` shows a table.
 
     Attributes:
-      calls: in the order of the trace, the same ones together; of each its `key` and `count`, what
-        was `chosen` `by` whom, `costs`, and the `recipe` that "auto" became.
-      notes: what to know beside it, a sentence each.
+      calls: in the order of the trace, equal ones together. An entry has `key`, `count`, `costs`,
+        the implementation `chosen`, `by` which rule, and the `recipe` that "auto" became.
+      notes: further sentences for the reader.
     """
 
     calls: tuple[Explained, ...]
