@@ -1,9 +1,9 @@
 """gpt-oss' expert weights, read as they were published: MXFP4, never dequantized.
 
-A checkpoint keeps each of a layer's two matrices as `*_blocks` uint8 (E, rows, K / 32, 16), two
-codes of e2m1 a byte, the lower half first, and `*_scales` uint8 (E, rows, K / 32), exponents with
-the bias 127. That is MXFP4 along K with row-major scales, (E, rows, K) by its shape; only the last
-two dimensions of blocks become one.
+A checkpoint keeps each of a layer's two matrices as `*_blocks` and `*_scales`. Blocks are uint8 (E,
+rows, K / 32, 16), two codes of e2m1 a byte, the lower half first. Scales are uint8 (E, rows, K /
+32), exponents with the bias 127. This is MXFP4 along K with row-major scales and the shape (E,
+rows, K); only the last two dimensions of blocks become one.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class _Layer(NamedTuple):
 
 
 def _missing(files: Files, layer: int) -> str:
-    """What is there instead of a layer."""
+    """The words for the layers that are there instead of a missing one."""
     layers = set()
     for prefix, words in NAMES.items():
         before, after = prefix.split("{layer}")
