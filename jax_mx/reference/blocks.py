@@ -203,10 +203,10 @@ def hadamard(
     along: int = -1,
     over: int = -2,
 ) -> jax.Array:  # f32
-    """The transform of each `size` elements along a dimension, over which several are one group.
+    """The transform of each `size` elements along a dimension; several neighbours may form a group.
 
-    That is, where a dimension's length is less than `size`, element i of its neighbour at 2 j + 1
-    along `over` follows the last one of that at 2 j.
+    Where the dimension's length is less than `size`, neighbours along `over` continue each other:
+    the elements at 2 j + 1 follow the last element at 2 j.
     """
     x, stride = flushed(x), 1
     while stride < size:
