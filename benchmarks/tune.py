@@ -1,8 +1,8 @@
 """Fills jax_mx/products/tables: which implementation serves the products of LLMs' layers.
 
-python -m benchmarks tune --seconds 500                      # on the chip; it goes on where it ended.
+python -m benchmarks tune --seconds 500                         # on the chip; it resumes a run.
 python -m benchmarks tune --seconds 500 --out build/sm_90.json  # into another file.
-python -m benchmarks tune --rows 16384 --recipes mxfp8       # some of it.
+python -m benchmarks tune --rows 16384 --recipes mxfp8          # some of it.
 
 The command measures the three products of every layer; for few rows, as in decoding, the forward
 one alone. It writes the chip's table, and a Markdown table next to it, after every product, so that

@@ -113,7 +113,8 @@ def kernels() -> list[str]:
 
 def lacks() -> list[str]:
     """The kernels that AMD lacks."""
-    return [f"AMD has the kernels of this table, but none for {', nor for '.join(amd.LACKS)}."]
+    refused = (f"It has none for {kernels}." for kernels in amd.LACKS)
+    return [" ".join(("AMD has the kernels of this table, with exceptions.", *refused))]
 
 
 def sharding_no() -> list[str]:
