@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.caller or self.op
 
     @property
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def given_data(self) -> list[Array]:
-        """Those of them that callers give; the others are derived from the floats."""
+        """The block data that callers give; the rest is derived from the floats."""
         return [array for array in self.block_data if not array.derived]
 
     @property
@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def launch(self) -> str:
-        """Which of a binary's launches serves it: that of its scales' layout."""
+        """The launch of a binary that serves the plan; scales' layouts name launches."""
         return self.scale_layout.name
 
     @property
@@ -287,7 +287,7 @@ class ProductPlan:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.op
 
     @property
@@ -303,7 +303,7 @@ class ProductPlan:
 
     @property
     def launch(self) -> str:
-        """Which of a binary's launches serves it: that of y's dtype."""
+        """The launch of a binary that serves the plan; dtypes of y name launches."""
         return self.dtype.name
 
     @property
@@ -312,7 +312,7 @@ class ProductPlan:
         return {"tiled": sum(is_tiled << i for i, is_tiled in enumerate(self.tiled))}
 
     def product(self, dsl: str) -> ProductKernel:
-        """The kernel that it asks for, which may be none of those that there are."""
+        """The kernel that the plan asks for; it may not exist."""
         kinds = self.window, self.tiles, self.free, self.floats, str(self.source)
         parted = self.op == "matmul_fp8" and self.parts > 1
         return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds, parted)

@@ -1,9 +1,9 @@
-"""What all ops have in common as JAX primitives; the only module that uses names private to JAX.
+"""The common rules of all ops as JAX primitives; only this module uses names private to JAX.
 
 An op's operands come as views (arrays/views.py). The partitioner may split every dimension of a
-view but those inside of a block or a unit, so a sharded array is quantized where it lies; those of
-a source, rows or gates and ups, come as they lie. What each operand and result is, its signature
-says (facts/signatures.py).
+view, except inside a block or a unit, so a sharded array is quantized where it lies. The operands
+of a source, such as rows or gates and ups, come as they lie. The signature (facts/signatures.py)
+gives each operand and result its role.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def is_staged() -> bool:
 
 # ---- lowering ---
 def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
-    """What serves a plan, and for which chips."""
+    """The implementation that serves a plan, and the chips that it is for."""
     if target.chips is not None or target.platform not in chip_table.DSLS:
         return registry.chosen(plan, target.platform, target.chips or ()), target.chips or []
     found = registry.chosen(plan, target.platform, ())  # an export: some chip at least
@@ -164,7 +164,7 @@ def kernels_needed() -> Iterator[Kernels]:
 def _sharding_attributes(
     ctx: mlir.LoweringRuleContext, signature: Signature, batch: int
 ) -> dict | None:
-    """What lets the partitioner split the call along its first `batch` dimensions."""
+    """The attributes that let the partitioner split a call along its first `batch` dimensions."""
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(core.is_constant_shape(aval.shape) for aval in avals):
         return None  # shape-polymorphic: sharding rules need numbers
@@ -212,7 +212,7 @@ def _call(
 
     Args:
       ctx: JAX's.
-      operands: MLIR values, those of the plan's signature that the call has.
+      operands: MLIR values for the operands of the plan's signature that the call has.
       plan: the call.
       view: of its arrays; the plan's own, or with row-major values; None: they lie as they are.
       kernels: see `_kernel_attributes`.
@@ -304,7 +304,7 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
 
 
 def _in_steps(op: Op, support: Support, apart: bool) -> Callable | None:
-    """What computes an op in steps, each a primitive; `apart`: its floats are one by themselves."""
+    """A function that computes an op in steps of primitives; `apart`: one step makes its floats."""
     if support.via_floats or apart:
         return op.via_floats  # XLA splits them, and the call behind
     if support.via_codes:
@@ -360,8 +360,8 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
 def batch(primitive: Primitive, args, dims, *, plan: AnyPlan):
     """Leading dimensions are batch dimensions, so a new one goes to the front.
 
-    Operands that are replicated stay as they are; where they differ from entry to entry, so do the
-    calls, one after the other.
+    Operands that are replicated stay as they are. If they differ from entry to entry, each entry
+    has a call, one after the other.
     """
     roles = [array.role for array in plan.signature.present(plan.lacks)]
     shared = [i for i, role in enumerate(roles) if not role.is_batched]
@@ -682,12 +682,12 @@ def bilinear(primitive: Primitive, plain: Callable[..., Callable | None], refuse
 
 # ---- registration ---
 class Op(NamedTuple):
-    """What the rules of an op's primitive are made of. Each function has the keyword `plan`.
+    """The parts of the rules of an op's primitive. Each function has the keyword `plan`.
 
     Attributes:
-      avals: the abstract values of results, from those of operands; of an op that writes layouts
-        of values also with the keyword `view`, another one of its arrays.
-      reference: the op in jnp, on views: what "xla" computes.
+      avals: the abstract values of results, from the operands' ones. An op that writes layouts of
+        values has the keyword `view` too, for another view of its arrays.
+      reference: the op in jnp, on views, as "xla" computes it.
       batch: the rule of vmap, which takes the primitive before JAX's arguments.
       via_floats: the primitive on floats that XLA makes of its source.
       via_transpose: the primitive along rows, of x that XLA transposes.
@@ -714,13 +714,13 @@ def define(
 
     Args:
       name: of the primitive.
-      avals: abstract values of results, from those of operands and the parameters.
+      avals: abstract values of results, from operands' abstract values and the parameters.
       lower: the lowering rule, with the platform that it is registered for before its arguments;
-        None for all that have no kernels.
+        None for all platforms without kernels.
       batch: the rule of vmap.
-      no_derivative: raises.
-      unread: the parameters of a call that gives only the results which are read; from which of
-        them are, and from its parameters. None: a call gives all.
+      no_derivative: a function that raises.
+      unread: a function for the parameters of a call that gives only results that are read; it
+        takes a bool for each result, and the parameters. None: a call gives all.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -746,12 +746,12 @@ def _without_unread(unread: Callable, used: Sequence[bool], eqn: Any) -> tuple[l
 
 
 def drops_unread(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Lets a rule say what is left of an equation some of whose results nobody reads.
+    """Lets a rule replace an equation with unread results by a smaller one.
 
     Args:
-      primitive: whose equations they are.
-      rule: takes for each result whether it is read, and the equation; returns for each operand
-        whether it still is, and the equation that is left, or None.
+      primitive: of the equations.
+      rule: takes a bool for each result, whether it is read, and the equation; returns a bool for
+        each operand, whether it is still read, and the smaller equation or None.
     """
     # Since 0.12 JAX passes before the equation which of its operands live on.
     partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
@@ -791,9 +791,9 @@ def _reduced(
 ) -> list[ir.Value]:
     """The lowering of lax.reduce_precision, which leaves floats of a byte and less as they are.
 
-    jax.checkpoint puts all floats that it keeps through it, with the bits of their own dtype. XLA
-    takes each dtype for one with infinities, and makes them of e4m3fn's codes from 256 on: NaN.
-    What is rounded already only has to stay apart from what made it.
+    jax.checkpoint puts all floats that it keeps through it, with the bits of their dtype. XLA
+    assumes infinities in each dtype, and turns e4m3fn's codes from 256 on into them: NaN. Rounded
+    floats only have to stay apart from the operation that made them.
     """
     (aval,) = ctx.avals_out
     own = jnp.finfo(aval.dtype)
@@ -809,7 +809,7 @@ mlir.register_lowering(jax.lax.reduce_precision_p, _reduced)
 
 
 def make_primitive(name: str, op: Op) -> Primitive:
-    """The primitive mx_<name> of an op on views; its arrays are those of `plan.signature`."""
+    """The primitive mx_<name> of an op on views; `plan.signature` has its arrays."""
 
     def rule(args, dims, *, plan: AnyPlan):
         return op.batch(primitive, args, dims, plan=plan)
@@ -824,9 +824,9 @@ def unsplit(op: str, operands: Sequence[Any], shape: tuple[int, ...], dtype: Any
 
     Args:
       op: for messages.
-      operands: abstract values, which vary over the same manual axes; the result does.
+      operands: abstract values, which vary over the same manual axes as the result.
       shape: of the result.
-      dtype: likewise.
+      dtype: of the result.
     """
     agree(op, *operands)
     return unsplit_like(operands[0], shape, dtype)
