@@ -423,8 +423,8 @@ def every_bfloat16() -> np.ndarray:
 def random_bits(shape: tuple[int, ...], dtype, seed: int = 0) -> np.ndarray:
     """Floats of uniformly random bits, NaN, infinities and subnormals included.
 
-    Half of the blocks are finite, and have one exponent each with a spread of a few binades, so
-    that elements do not all vanish beside the block's largest.
+    Half of the blocks are finite, and have one exponent each with a spread of a few binades. So
+    elements do not all vanish next to the block's largest.
     """
     rng = np.random.default_rng(seed)
     dtype = np.dtype(dtype)

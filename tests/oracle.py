@@ -1,8 +1,8 @@
 """The oracle in NumPy: written from the definition of the bytes, not from the library.
 
 Nothing here imports jax_mx or JAX. Elements are float64, in which a float32 times a power of two is
-exact, and are rounded by looking them up among the values of all codes; only the rules of scales
-are integers, since integers define them. Codes and scales are uint8 arrays.
+exact. They are rounded by a look-up among the values of all codes; only the rules of scales are
+integers, since integers define them. Codes and scales are uint8 arrays.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def stored_shape(shape: Shape, axes: Sequence[int], layout: Layout, by: int = BL
 
     Args:
       shape: the logical shape.
-      axes: those along which one byte stands for `by` elements.
+      axes: the axes along which one byte stands for `by` elements.
       layout: where the bytes lie.
       by: 32 for scales, codes per byte for values.
     """
@@ -257,7 +257,8 @@ class Result:
       block: the dimensions of the tail that a block spans, negative; codes pack along the last.
       order: how values and scales lie in memory where they are row-major.
       rows: the dimensions of the tail that make up the rows of the scales' matrix.
-      cols: those that make up its columns; the values' matrix has the rest of a block there, too.
+      cols: the dimensions that make up its columns; the values' matrix has the rest of a block
+        there, too.
       layout: where scales lie.
       values_in: where values lie.
     """
@@ -395,7 +396,7 @@ class View:
         Args:
           layout: where the scales of all results lie.
           values: where the values of each lie.
-          covers: what `units.covered` says of each: rows and elements that stay whole.
+          covers: the result of `units.covered` for each: rows and elements that stay whole.
         """
         # Which dimensions of the tail rows and blocks are counted by, and how many stay whole.
         sides = []
@@ -539,7 +540,7 @@ class Viewed:
     along is moved to the one before the last.
 
     Attributes:
-      view: which one.
+      view: the view.
       axis: the first axis that blocks run along in the floats, negative.
       floats: shape and partition spec of the floats, with `axis` moved if it is.
       shape: of the view of the floats.
@@ -611,7 +612,7 @@ class Viewed:
 
         Args:
           views: of a result's values and scales.
-          result: which one.
+          result: the description of this result.
           axes: the axes of the floats that its blocks run along.
           format: of the values.
           transpose: whether the result has the first of them last; it means nothing for (-1,).

@@ -1,4 +1,4 @@
-"""For `python -m jax_mx` and README: what multiplies on each arch, and how that was executed."""
+"""The implementations of products by arch, and their executions, for `python -m jax_mx`."""
 
 from __future__ import annotations
 

@@ -70,14 +70,14 @@ def load_experts(
 ) -> Experts:
     """The experts of one layer, as `jax_mx.moe` takes them.
 
-    With experts = load_experts(path, 0) that is jax_mx.moe(x, choices, weights,
+    With experts = load_experts(path, 0) the layer is jax_mx.moe(x, choices, weights,
     **experts._asdict(), activation="gpt_oss", interleaved=True). Files are mapped into memory, and
-    each process reads only what its devices hold.
+    each process reads only the parts of its devices.
 
     Args:
       path: a .safetensors file, several of them, the folder that they lie in, or their
         model.safetensors.index.json.
-      layer: which one, from 0.
+      layer: its number, from 0.
       sharding: of all four arrays, whose first dimension is the expert, such as P("expert") on a
         mesh; or one by the name of each array. None: the default device. Blocks stay whole.
       progress: whether to say how far reading is: a bar on a terminal, else lines on stderr. None:
@@ -91,7 +91,7 @@ def load_experts(
       FileNotFoundError: there is no such file.
       TypeError: path is none, layer is no int, or sharding of another type.
       ValueError: an index is damaged, the files have no such layer, its weights are not in MXFP4 or
-        of shapes that do not belong together, or shards would cut blocks.
+        have shapes that do not fit. Shards would cut blocks.
     """
     try:
         layer = whole(layer)

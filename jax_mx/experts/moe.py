@@ -83,7 +83,7 @@ def moe(
     (see `dot_general`): tokens and the result's gradient as they are gathered into slots, sorted by
     expert. The backward pass keeps in MX the tokens along slots, and gate and up.
 
-    With `expert_axis`, tokens and experts are split over it, and tokens move to shards of the axis
+    `expert_axis` is a mesh axis that tokens and experts are split over. Tokens move to its shards
     as codes and scales, by one of two ways. "gather": all shards gather all tokens, each shard's
     experts take theirs, and a reduce-scatter of floats adds up the results. "rounds": tokens travel
     to the shards that have their experts, in as many rounds of an all-to-all as the fullest shard
@@ -112,8 +112,8 @@ def moe(
       interleaved: whether gate and up alternate along 2 I, not all gates first.
       recipe: the rule for floats, see `dot_general`; "floats" leaves them as they are; a window
         "row" of wgrad is refused. The router's weight multiplies the operand of w_down's product
-        before this is quantized. A layer that is split folds the shard's position on each axis into
-        a `Stochastic` key of the recipe, so that no two shards round by the same numbers. A
+        before this is quantized. A split layer folds the shard's position on each axis into a
+        `Stochastic` key of the recipe. So no two shards round by the same numbers. A
         `jax.shard_map` over axes that the layer does not know folds these in itself:
         `recipe.fold_in(jax.lax.axis_index(...))`.
       residuals: the form of gate and up that the backward pass keeps: "mx", MXFP8; "floats", as
@@ -367,7 +367,7 @@ class Slots(Moves):
     def leave(
         self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
-        """See `Moves`; what the backward pass wants is b_down and the routing."""
+        """See `Moves`; the backward pass needs b_down and the routing."""
         y, beside = routing.back(place.groups.combined(y)), None
         if given.b_second is not None:  # of this shard's tokens and all experts
             bias = wires.gathered(self.axis, given.b_second).astype(jnp.float32)

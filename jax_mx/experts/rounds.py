@@ -151,7 +151,7 @@ class Round:
         return ids, jax.lax.bitcast_convert_type(bits, jnp.float32)
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """(T, D): what the rows that arrived became, summed for each token in float32."""
+        """(T, D): the results of the rows that arrived, summed for each token in float32."""
         _, first = self.places()
         each = _taken(self._exchanged(rows), first)
         return each.astype(jnp.float32).sum(1).astype(rows.dtype)
@@ -202,7 +202,7 @@ def _shard_of(experts: jax.Array, own: int, shards: int) -> jax.Array:
 
 
 def _together(goes: jax.Array) -> jax.Array:
-    """bool (T, k, k): which choices of a token go to one shard."""
+    """bool (T, k, k): whether two choices of a token go to one shard."""
     return (goes[:, :, None] == goes[:, None, :]) & (goes >= 0)[:, None, :]
 
 

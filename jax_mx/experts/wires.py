@@ -202,7 +202,7 @@ class Gathered:
         return here, gathered(self.axis, weights)
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """(T, D): what this shard's rows became, added up over shards."""
+        """(T, D): the results of this shard's rows, added up over shards."""
         return sum_and_scatter(self.axis, rows)
 
     def back_choices(self, values: jax.Array) -> jax.Array:

@@ -52,10 +52,9 @@ class Plan:
       value_layouts: where the values of quantize's results lie; dequantize reads row-major ones.
       preprocessing: of the elements of each of quantize's results, beside scaling; with their
         window.
-      caller: the public function whose part the call is, for messages; empty: the op itself.
-      source: what makes the floats.
-      chosen: the chips that the recipe "auto" chose windows of rows for: in a program for others
-        they are of 32. Empty: the caller asks for them.
+      caller: the public function that makes the call, for messages; empty: the op itself.
+      source: of the floats. chosen: the chips that the recipe "auto" chose windows of rows for: in
+      a program for others they are of 32. Empty: the caller asks for them.
       across: for each result the axes of a shard_map among whose devices a window "row" lies; ():
         none does.
     """
@@ -261,7 +260,7 @@ class ProductPlan:
       free: see `facts.product_kernels.ProductKernel`; x then has zeros up to a multiple of `UNIT`
         columns.
       floats: the dtype of its floats, where kernels take several.
-      source: what makes the floats, of "amaxes"; they come out, too.
+      source: of the floats, for "amaxes"; they come out, too.
       tiled: whether x's values and scales lie in AMD's tiles, and W's; kernels for AMD read them.
       parts: of these floats' rows, each of which has amaxes of columns of its own; of "matmul_fp8"
         the parts of the contracted axis that codes of W lie in, one behind the other.

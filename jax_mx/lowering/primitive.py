@@ -262,7 +262,7 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
     """The call of a kernel; where none serves the plan, the reference.
 
     Args:
-      op: what is lowered.
+      op: the op that is lowered.
       platform: that the rule is registered for; None for all that have no kernels.
       ctx: JAX's.
       operands: MLIR values.
@@ -332,12 +332,12 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     """In a program of several processes, insists on the kernel that the tables promise.
 
     Each process lowers for itself, and all must come to the same program. The tables of facts are
-    the same everywhere; what an installation holds may not be. So where the tables have a kernel
-    and this process cannot get it, the process stops instead of taking another way. A kernel that
-    serves by itself is what the tables promise first.
+    the same everywhere; installations may differ. So where the tables have a kernel and this
+    process cannot get it, the process stops instead of taking another way. The tables promise a
+    kernel that serves by itself first.
 
     Raises:
-      RuntimeError: so it is.
+      RuntimeError: this process lacks the kernel.
     """
     if support.is_direct or not support:
         return
@@ -447,7 +447,7 @@ def reverse_only(op: str, second: str = "") -> Callable[[Any], Any]:
 
     Args:
       op: the public function.
-      second: what the sentence adds.
+      second: the end of the sentence.
     """
     return functools.partial(reverse_only_p.bind, op=op, second=second, is_tangent=False)
 
@@ -493,7 +493,8 @@ def linear(
     calls `forward`, or transposes `transposed` when it executes or lowers the tangent.
 
     Args:
-      transposed: gives cotangents of tangents, from what is kept and the results' cotangents.
+      transposed: a function of `kept` and the results' cotangents that gives cotangents of
+        tangents.
       kept: a pytree of arrays.
       tangents: arrays.
       like: arrays of the results' types.
@@ -761,7 +762,7 @@ def looked_into(primitive: Primitive, jaxpr: str) -> None:
     """Lets jax.checkpoint's policies look into a primitive, as into a jitted function.
 
     Args:
-      primitive: whose bodies they find.
+      primitive: the primitive with the bodies.
       jaxpr: the parameter that is one, closed.
     """
     rules = partial_eval.partial_eval_jaxpr_custom_rules

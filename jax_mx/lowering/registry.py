@@ -27,8 +27,8 @@ class Refusal:
     Attributes:
       call: the name of the op, and of its form.
       why: the implementation does not serve it.
-      advice: what may be done about it: to install something, say.
-      instead: what serves it.
+      advice: the remedy: to install something, say.
+      instead: the implementation that serves it.
     """
 
     call: str
@@ -96,7 +96,7 @@ class Implementation:
     """One way to compute ops.
 
     Attributes:
-      name: what callers know it by.
+      name: the name for callers.
       platform: JAX's name of the platform that it runs on, or "any".
       support: says whether it serves a plan on chips, which are as drivers name them. No chips at
         all: whether it could on some.
@@ -178,7 +178,7 @@ _asks_store: contextvars.ContextVar[bool] = contextvars.ContextVar("asks_store",
 
 @contextlib.contextmanager
 def by_tables() -> Iterator[None]:
-    """Within it all count as installed: what serves follows from facts, alike in all processes."""
+    """Within it all kernels count as installed: facts alone decide, alike in all processes."""
     token = _asks_store.set(False)
     try:
         yield
@@ -289,12 +289,12 @@ def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
 
 
 def _lack(plan: Plan, variant: Variant, zero_scales: list[set[int]], asked: str) -> str:
-    """For what of a plan there is no kernel, and for what there are some.
+    """The words for the part of a plan without kernels, and for the parts with kernels.
 
     Args:
       plan: the call.
       variant: that it asks for.
-      zero_scales: those that kernels of each format have.
+      zero_scales: the scales of zero blocks that kernels of each format have.
       asked: its preprocessing, in words.
     """
     of_kind = [*variants(variant.implementation, variant.op, variant.source, variant.kinds)]

@@ -150,11 +150,11 @@ def save_safetensors(
 
 
 def _replace(op: str, target: Path, content: Iterable[bytes | memoryview]) -> None:
-    """Writes a file in place of the one that there may be, whose permissions it keeps.
+    """Writes a file. It replaces an older file and keeps its permissions.
 
     Raises:
-      OSError: it cannot be written.
-      ValueError: what is there is no file.
+      OSError: the file cannot be written.
+      ValueError: the path exists and is no file.
     """
     there = target.stat() if target.exists() else None
     if there is not None and not stat.S_ISREG(there.st_mode):

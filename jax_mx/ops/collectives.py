@@ -55,8 +55,8 @@ def all_gather(
 
     Raises:
       TypeError: q is no `MXArray` (jax.lax.all_gather gathers others), or axis no int.
-      ValueError: axis is out of range, parts would be joined inside of a tile, or the new axis
-        would lie among those that tiles or square blocks span.
+      ValueError: axis is out of range, parts would be joined inside a tile, or the new axis would
+        lie among the axes that tiles or square blocks span.
     """
     op = "all_gather"
     q = _own(op, q)
@@ -170,8 +170,8 @@ def _moved(
     Args:
       q: the array.
       move: of bytes.
-      places: what else it takes of the array of each name.
-      fields: static ones that differ in the result.
+      places: further arguments of `move` for the array of each name.
+      fields: static fields that differ in the result.
     """
     arrays: dict[str, Any] = {
         name: as_bits(getattr(q, name), partial(move, **at)) for name, at in places.items()
@@ -310,16 +310,17 @@ def reshard(q: MXArray, spec: PartitionSpec | NamedSharding) -> MXArray:
 
     Args:
       q: any.
-      spec: what each of q's axes is split over: a PartitionSpec of the mesh that
-        jax.set_mesh has set, or a NamedSharding. Values and scales follow.
+      spec: the mesh axes that split each of q's axes: a PartitionSpec of the mesh that jax.set_mesh
+        has set, or a NamedSharding. Values and scales follow.
 
     Returns:
-      The same `MXArray`. Where shards lie otherwise than q's, XLA moves codes and scales, as uint8.
+      The same `MXArray`. XLA moves codes and scales, as uint8, to shards that lie elsewhere than
+      q's.
 
     Raises:
       TypeError: q is no `MXArray`, or spec of another type.
-      ValueError: there is no mesh, spec has more entries than q axes or names an axis that
-        shard_map has taken, or shards would cut blocks or tiles.
+      ValueError: there is no mesh, spec has more entries than q axes, or it names an axis that
+        shard_map has taken. Shards would cut blocks or tiles.
     """
     op = "reshard"
     q = checked(op, "q", q)

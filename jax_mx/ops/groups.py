@@ -1,4 +1,4 @@
-"""`Groups`: which slot of a grouped array holds which token."""
+"""`Groups`: the slots of a grouped array, and the tokens that they hold."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Groups:
 
     Attributes:
       rows: int32 (R,), the token in each slot; -1: none.
-      sizes: int32 (G,), how many slots each group has: what grouped products take.
+      sizes: int32 (G,), the number of slots of each group, as grouped products take it.
       starts: int32 (G,), the first of them.
       counts: int32 (G,), how many tokens each group has.
       slots: int32 (T, k), the slot of each token's choices; -1: the choice named no expert.
       dropped: int32 (), how many choices named no expert.
-      align: what every size is a multiple of.
+      align: the divisor of every size.
     """
 
     rows: jax.Array
@@ -73,10 +73,10 @@ class Groups:
             below `num_experts` is none: the choice gets no slot and is counted.
           num_experts: G.
           align: every group begins at a multiple of it: 32 for blocks along tokens, 128 or 256 for
-            windows and tiled scales, 1 where nothing is quantized along tokens, or for
+            windows and tiled scales. 1 is for arrays that are not quantized along tokens, and for
             `ragged_dot`, which takes groups that begin anywhere.
-          most: how many choices name an expert at most, where a caller knows; None: all, T k. The
-            choices beyond get no slot.
+          most: the largest number of choices that name an expert, if a caller knows it; None: all,
+            T k. Further choices get no slot.
 
         Returns:
           Groups of R = most + min(G, most) (align - 1) slots, rounded up to a multiple of align,
@@ -106,9 +106,9 @@ class Groups:
         """Groups of rows that are sorted by group already, and begin anywhere.
 
         Args:
-          sizes: integers (G,), how many rows each group has; a negative one counts as 0, and of
-            more rows than there are, those beyond do not count.
-          rows: how many there are; those that no group has get no slot.
+          sizes: integers (G,), the number of rows of each group. A negative one counts as 0, and
+            rows beyond the last one do not count.
+          rows: the number of rows; a row without a group gets no slot.
           align: see `from_experts`.
 
         Returns:
@@ -326,7 +326,7 @@ def ranks_by_sorting(flat: jax.Array, number: int) -> tuple[jax.Array, jax.Array
 
 
 def ranks_by_counting(flat: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """See `_ranks`: those in the same chunk, plus those in earlier chunks."""
+    """See `_ranks`: the earlier ones in the same chunk, plus all in earlier chunks."""
     n = flat.shape[0]
     chunks = -(-n // _CHUNK)
     each = jnp.pad(flat, (0, chunks * _CHUNK - n), constant_values=number).reshape(chunks, _CHUNK)

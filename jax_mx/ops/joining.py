@@ -56,9 +56,9 @@ def swapaxes(q: MXArray, axis1: int, axis2: int) -> MXArray:
     """The array with two axes swapped; blocks run along the same elements.
 
     Args:
-      q: what `quantize` returned.
-      axis1: an axis; of square blocks both or none are of the last two.
-      axis2: another.
+      q: an `MXArray`.
+      axis1: an axis; with square blocks both axes, or none, belong to the last two.
+      axis2: another axis.
 
     Returns:
       An `MXArray` in the layouts of q, whose `axis` follows its blocks: `q.mT` of one with axis -1

@@ -36,9 +36,11 @@ class Field:
     """One static field of an MXArray.
 
     Attributes:
-      read: the field, from its name in a message and what a caller or a file gives.
-      text: what a file holds for it: a string, or an int or a list of ints.
-      default: what an array has that says nothing of it; None: each says it.
+      read: a function from the field's name in a message and a caller's or a file's value to the
+        field.
+      text: a function from the field to its value in a file: a string, an int or a list of ints.
+      default: the value of the field for a description that lacks it; None: every description has
+        it.
     """
 
     read: Callable[[str, Any], Any]
@@ -72,7 +74,7 @@ def described(fields: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def read(op: str, description: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `described`: static fields by name; those that are not said have defaults.
+    """The inverse of `described`: static fields by name; missing ones take their defaults.
 
     Raises:
       TypeError, ValueError: a field is missing, unknown, or no value of this version's.

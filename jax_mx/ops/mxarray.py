@@ -83,13 +83,13 @@ class MXArray:
         column tiles, bytes of a tile), see `ValueLayout.shape`.
       scales: float8_e8m0fnu. Row-major: the logical shape with the block's axes divided by 32. In a
         tiled layout: (..., row tiles, column tiles, bytes of a tile), see `ScaleLayout.shape`.
-      format: what the codes mean.
-      axis: the axis that blocks run along, negative, so that it survives vmap; -1 if square.
+      format: the meaning of the codes. axis: the axis that blocks run along, negative, so that it
+      survives vmap; -1 if square.
       scale_layout: where the scale of a block lies.
       block: (32,), or (32, 32): square blocks of the last two axes.
       value_layout: where values lie; tiled ones have the block axis last.
-      window: which elements share one amax, and so have equal scales: 32, 128, 256 along the block
-        axis, "row" or (128, 128), see `quantize`. Static; `dequantize` does not depend on it.
+      window: the elements that share one amax, and so have equal scales: 32, 128, 256 along the
+        block axis, "row" or (128, 128), see `quantize`. Static; `dequantize` does not depend on it.
       padding: the numbers of rows and columns of padding in the last tiles of scales, by the
         original shape of the array. New leading dimensions, indices of these, shards and slices of
         whole tiles keep it. A cut inside a tile changes it, and so is noticed.
@@ -256,17 +256,17 @@ class MXArray:
           scales: float8_e8m0fnu, or uint8 with the same bits; shaped as `MXArray.scales`. In a
             tiled layout the bytes of all tiles may also lie flat, in one dimension, as cuBLAS and
             torchao keep them.
-          format: what the codes mean; see `MXArray` for all of these.
+          format: the meaning of the codes; see `MXArray` for all of these.
           axis: the axis that blocks run along.
           scale_layout: where scales lie.
           block: 32, or (32, 32) if square.
           value_layout: where values lie.
-          window: which blocks have equal scales; this is taken at its word.
+          window: the blocks that have equal scales; the function trusts the caller.
 
         Raises:
           TypeError: an array has another dtype, or an argument is of the wrong type.
-          ValueError: the shape of scales does not belong to that of values, or an argument has a
-            value that `quantize` refuses.
+          ValueError: the shapes of scales and values do not fit, or an argument has a value that
+            `quantize` refuses.
         """
         op = "from_parts"
         given = (format, axis, scale_layout, block, value_layout, window)
@@ -555,7 +555,7 @@ def dequantize(
     """element * scale, in float32, rounded once to `dtype`.
 
     Args:
-      q: what `quantize` returned.
+      q: an `MXArray`.
       dtype: bfloat16, float16 or float32. Beyond its largest finite value the result is infinite.
       transpose: whether the result has the last two axes swapped: (..., K, M) for a q of the shape
         (..., M, K).
@@ -660,8 +660,8 @@ def _padding_of(q: MXArray, known: Known = UNKNOWN) -> Known:
     """The padding that belongs to the shape of an array's values.
 
     Args:
-      q: the array, also one whose leaves are no arrays, as JAX makes them.
-      known: what is taken of such a one.
+      q: the array; its leaves may be other objects than arrays, as JAX makes them.
+      known: the padding of such an array.
     """
     layout, shape = q.scale_layout, getattr(q.values, "shape", None)
     if not layout.is_tiled:

@@ -1,4 +1,4 @@
-"""Stochastic rounding and Hadamard transforms: what a caller passes, and its way to a plan."""
+"""Stochastic rounding and Hadamard transforms: a caller's arguments, and their way to a plan."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def block_data_of(x: jax.Array, data: Sequence[Data], plan: Plan) -> list[jax.Ar
     """The operands of a uint32 per block that the primitive takes, direction by direction.
 
     Args:
-      x: what is quantized; the operands are sharded as it is.
+      x: the array that is quantized; the operands are sharded as it is.
       data: of each direction, see `data_of`.
       plan: the call.
     """

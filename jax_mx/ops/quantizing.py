@@ -131,12 +131,12 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Source, t
 def operands_of(
     x: jax.Array, data: Sequence[Data], other: Sequence[jax.Array], plan: Plan
 ) -> tuple[list[jax.Array], Viewed, Plan, list[jax.Array]]:
-    """The operands of `quantizers.quantize`, how its arrays are viewed, its plan, and what else.
+    """The operands of `quantizers.quantize`, the views of its arrays, its plan; further results.
 
-    The last is a list of the source's results; empty where the primitive gives them.
+    The further results are the source's; the list is empty where the primitive gives them.
 
     Args:
-      x: what the plan fits.
+      x: the array of the plan.
       data: of each direction, see `preprocessing.data_of`.
       other: the operands beside x that `made_of` returned.
       plan: of the call.

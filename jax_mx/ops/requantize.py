@@ -45,7 +45,7 @@ def requantize(
       transpose: whether this axis is last in the result.
       scaling: the rule from amaxes to scales.
       scale_layout: where scales lie.
-      window: which elements share an amax.
+      window: the elements that share an amax.
       rounding: a `Stochastic`, or None.
       hadamard: a `Hadamard`, or None.
       implementation: or None.

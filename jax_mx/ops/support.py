@@ -1,4 +1,4 @@
-"""`is_supported`: what serves a call, and why no kernel does."""
+"""`is_supported`: the kernel that serves a call, or why there is none."""
 
 import dataclasses
 from typing import Any
@@ -54,8 +54,8 @@ def is_supported(
 
     Args:
       op: "quantize", "quantize_both" or "dequantize".
-      device: a JAX device (JAX lowers for all of its kind in a process at once, so all of them
-        count), or a chip's name ("sm_90", "gfx950"), or "cpu".
+      device: a JAX device, a chip's name ("sm_90", "gfx950"), or "cpu". JAX lowers for all devices
+        of a kind in a process at once, so all of them count.
       dtype: of the unquantized side.
       format: see `quantize`.
       axis: of an array of `ndim` dimensions.

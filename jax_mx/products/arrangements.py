@@ -45,7 +45,7 @@ class Arrangement(NamedTuple):
       contracted: their lengths.
       swapped: whether the contracted ones come before the free ones.
       merged: whether the free ones become one.
-      unit: what zero rows then make the last free dimension a multiple of; 1: there are none.
+      unit: the divisor of the last free dimension, which zero rows fill up; 1: there are none.
     """
 
     order: Dims

@@ -1,7 +1,7 @@
-"""Choices: which implementation serves which call, as it was measured; files and tables of them.
+"""Choices: the measured implementations of calls; files and tables of them.
 
-A `Choice` maps keys to implementations. A key is all that the speed of a call depends on, in words:
-so a file of choices can be read, and edited, by a person.
+A `Choice` maps keys to implementations. A key has all facts that the speed of a call depends on, in
+words: so a person can read and edit a file of choices.
 """
 
 from __future__ import annotations

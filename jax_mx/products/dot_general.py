@@ -89,7 +89,7 @@ def dot_general(
 
     Returns:
       (batch..., free of lhs..., free of rhs...), as jax.lax.dot_general. The bits equal the product
-      of the dequantized operands where all products and sums are exact in float32 and no element
+      of the dequantized operands if all products and sums are exact in float32, and no element
       stands for less than 2^-126. Otherwise s, the sum over k of `|a||b|`, bounds the difference:
       before rounding to the result's type it is at most eps32 * k * s. Where FP8 tensor cores sum
       ("fp8", and "cutedsl" with windows) it is at most window * 2^-13 * s; "row" counts as 256.

@@ -300,7 +300,7 @@ def layer(
     """The layer, differentiable by what is given.
 
     Args:
-      static: what of it is neither array nor key.
+      static: the part of it that is neither array nor key.
       given: its arrays.
       quantized: the quantized parts of both weights: an `MXArray`, both forms, or None.
       routing: the experts of each row, or None.

@@ -113,24 +113,24 @@ def product(
 
 # ---- what a product may differ by ---
 class Reference:
-    """The product of two operands by "xla", and what others may differ by from it."""
+    """The product of two operands by "xla", and the largest difference of others from it."""
 
     def __init__(self, call: Contraction, value: jax.Array, size: jax.Array):
-        """Takes what `_reference` computes.
+        """Takes the results of `_reference`.
 
         Args:
           call: of one shard.
           value: the product, float32.
-          size: that of magnitudes.
+          size: the product of the operands' magnitudes.
         """
         self.call, self.value, self.size = call, value, size
 
     def obstacle(self, y: jax.Array, error: float) -> str:
-        """Why y is not the product; empty where it is.
+        """The reason why y is not the product; empty where it is.
 
         Args:
-          y: what an implementation computed.
-          error: what it may differ by of sum |a||b|, besides eps32 * k.
+          y: the result of an implementation.
+          error: the largest difference over sum |a||b|, besides eps32 * k.
         """
         error = max(error, float(np.finfo(np.float32).eps) * self.call.length)
         far = float(_distance(y, self.value, self.size, error))
@@ -171,7 +171,7 @@ class Candidate:
         Args:
           name: of the implementation.
           call: of one shard.
-          sets: what lies in memory for its products.
+          sets: the pairs of operands in memory, one for each of its products.
 
         Raises:
           Exception: it cannot be lowered.

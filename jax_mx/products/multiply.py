@@ -209,8 +209,8 @@ class Multiplication(NamedTuple):
       dtype: of the result.
       batch: how many dimensions of both operands are batch dimensions; they come first.
       summed: how many dimensions behind these it sums over, beside the contracted axis.
-      like: of a gradient the number of the form of what it is the gradient of, and which axis of
-        the result that form's contracted one is; XLA is to split the result as that.
+      like: for a gradient two numbers: the form of its operand, and the axis of the result that
+        this form contracts. XLA splits the result like the form.
       spec: the result's partition spec on a mesh with explicit axes; None: as operands have it.
       groups: see `Numbers`.
       align: see `Numbers`.
@@ -383,7 +383,7 @@ class Step:
         return run
 
     def _may_be_floats(self, operands: Operands) -> list[tuple[bool, bool]]:
-        """For each operand, which forms may come as floats: those that are read and not kept."""
+        """For each operand, whether each form may come as floats: a form that is read and not kept."""
         read = {side for one in self.multiplications for side in (one.lhs, one.rhs)}
         read -= {*self.kept}
         may_be = [isinstance(x, Unquantized) and x.may_be_floats for x in operands]

@@ -120,7 +120,7 @@ def autotune(
     The trace of f has the products, in its loops, branches and gradients too (pass `jax.grad(loss)`
     for these). Their shapes are a shard's under shard_map and on meshes with explicit axes, and
     global on meshes with automatic axes. Each candidate is compiled by itself, compared with the
-    implementation "xla" and timed on random operands, many launches in one program, with a cold L2
+    implementation "xla" and timed on random operands. One program has many launches, with a cold L2
     cache. A candidate that does not serve the product, fails, or differs by more than products may
     is left out. Our kernels' tilings with about as many rows as the product are candidates, too. In
     a program of several processes all of them call this together; process 0 measures, and all get
@@ -176,7 +176,7 @@ def entries_of(
     """Measurements of calls, the largest first, as far as time goes.
 
     Args:
-      found: calls; those that name an implementation have nothing to choose.
+      found: calls; a call that names an implementation has nothing to choose.
       place: where they run.
       end: of the time, on the monotonic clock.
       limit: of candidates.
@@ -259,12 +259,13 @@ class Explained:
     """One call of a function.
 
     Attributes:
-      key: what it is.
-      count: how often it is in the trace.
+      key: the call in words.
+      count: the number of its occurrences in the trace.
       chosen: the implementation.
-      by: who chose it: "argument", "context", "JAX_MX_TUNING (<file>)", "table for <chip>", "rule".
-      costs: what was measured of the candidates: microseconds, or why one was left out; of the
-        first of the context, the file and the table that has the call.
+      by: the origin of the choice: "argument", "context", "JAX_MX_TUNING (<file>)", "table for
+        <chip>", "rule".
+      costs: microseconds of each candidate, or why it was left out. They come from the first of the
+        context, the file and the table that has the call.
       recipe: the name of the recipe that "auto" became; "" where the call passes another.
     """
 
@@ -300,15 +301,15 @@ class Explanation:
 def explain(
     f: Callable[..., Any], *args: Any, device: jax.Device | str | None = None
 ) -> Explanation:
-    """Says which implementation serves each product in f, who chose it, what the others cost.
+    """Says which implementation serves each product in f, why, and how much the others cost.
 
-    Nothing is measured and nothing runs: the costs are those that the context's `Choice`, the file
-    of JAX_MX_TUNING or the package's table has.
+    Nothing is measured and nothing runs: the costs come from the context's `Choice`, the file of
+    JAX_MX_TUNING or the package's table.
 
     Args:
       f: a function; `jax.grad(loss)` has the gradients' products too.
       *args: its arguments, arrays or jax.ShapeDtypeStruct.
-      device: that it runs on, or a chip's name ("sm_90"); None: that of the arguments, or the
+      device: the device of f, or a chip's name ("sm_90"); None: the arguments' device, or the
         default one.
 
     Returns:

@@ -313,7 +313,7 @@ def _parts(gate: jax.Array, name: str, dtype: np.dtype) -> jax.Array:
 
 
 def _rounded(x: jax.Array, rounding: Rounding | None) -> jax.Array:
-    """x with few bits; what is not finite stays."""
+    """x with few bits; infinities and NaNs stay."""
     if rounding is None:
         return x
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -179,8 +179,8 @@ def noise(
 ) -> jax.Array:  # (...) uint32 below 2^16, of length BLOCK along `block`
     """16 random bits for every element of a block; `block` are the dimensions that one spans.
 
-    Elements 2 j and 2 j + 1, in the order of a row-major block, share the word
-    mixed(mixed(seed) ^ j * 0x9E3779B9), the first one its lower half.
+    Elements 2 j and 2 j + 1, in the order of a row-major block, share the word mixed(mixed(seed) ^
+    j * 0x9E3779B9). The first one takes its lower half.
     """
     element = np.arange(BLOCK ** len(block), dtype=np.uint64)
     element = element.reshape([BLOCK if d in block else 1 for d in range(-seeds.ndim, 0)])
