@@ -383,7 +383,7 @@ class Step:
         return run
 
     def _may_be_floats(self, operands: Operands) -> list[tuple[bool, bool]]:
-        """For each operand, whether each form may come as floats: a form that is read and not kept."""
+        """For each operand whether each form may come as floats: it is read and not kept."""
         read = {side for one in self.multiplications for side in (one.lhs, one.rhs)}
         read -= {*self.kept}
         may_be = [isinstance(x, Unquantized) and x.may_be_floats for x in operands]
