@@ -74,28 +74,29 @@ def moe(
 ) -> jax.Array:
     """The experts of a mixture: each token passes through the experts that a router chose for it.
 
-    y[t] = sum over j of weights[t, j] (act(x[t] @ w_gate_up[e] + b_gate_up[e]) @ w_down[e]
-    + b_down[e]), e = experts[t, j]. No token is dropped, whatever the routing; shapes do not depend
-    on it, and nothing of it is read by the host. Differentiable in reverse mode with respect to x,
-    weights, both matrices and both biases.
+    y[t] = sum over j of weights[t, j] (act(x[t] @ w_gate_up[e] + b_gate_up[e]) @ w_down[e] +
+    b_down[e]), e = experts[t, j]. No token is dropped, whatever the routing. Shapes do not depend
+    on the routing, and the host does not read it. The function is differentiable in reverse mode
+    with respect to x, weights, both matrices and both biases.
 
-    Operands of both grouped products, and of their four gradients, are quantized as the recipe says
-    (see `dot_general`): tokens and the result's gradient as they are gathered into slots, sorted by
-    expert. The backward pass keeps in MX the tokens along slots, and gate and up.
+    The recipe says how operands of both grouped products, and of their four gradients, are
+    quantized (see `dot_general`). Tokens and the result's gradient are quantized as they are
+    gathered into slots, sorted by expert. The backward pass keeps in MX the tokens along slots, and
+    gate and up.
 
     `expert_axis` is a mesh axis that tokens and experts are split over. Tokens move to its shards
     as codes and scales, by one of two ways. "gather": all shards gather all tokens, each shard's
     experts take theirs, and a reduce-scatter of floats adds up the results. "rounds": tokens travel
     to the shards that have their experts, in as many rounds of an all-to-all as the fullest shard
-    needs. Memory is enough for one round. The first round has room for an eighth more than an even
-    routing sends, and keeps arrays for the backward pass. The backward pass computes further rounds
-    again.
+    needs. Only one round takes memory at a time. The first round has room for an eighth more than
+    an even routing sends, and keeps arrays for the backward pass. The backward pass computes
+    further rounds again.
 
     With wire="mx" the gradients of both matrices read tokens that were quantized twice, for the
     move and then along slots. They differ a little from one device's. Inside `jax.shard_map` over
-    that axis, arguments are a shard's; elsewhere they are whole arrays, on the mesh that
-    `jax.set_mesh` has set, with automatic or explicit axes, and this maps the layer over their
-    shards.
+    that axis, arguments are a shard's. Elsewhere they are whole arrays, on the mesh that
+    `jax.set_mesh` has set, with automatic or explicit axes. The function then maps the layer over
+    their shards.
 
     Args:
       x: (T, D): bfloat16, float16 or float32. 32 divides D.
@@ -123,9 +124,10 @@ def moe(
       tensor_axis: the mesh axis that I is split over: the columns of w_gate_up (of gates and of
         ups alike), the rows of w_down; floats only, together with `expert_axis`. One more
         all-reduce adds up results.
-      token_axes: the mesh axes that tokens are split over where this maps the layer; by default
-        the axes of x's type, on a mesh with explicit axes, or all of the mesh but `tensor_axis`.
-        `expert_axis` is added. Inputs without one: every device has all experts, for its tokens.
+      token_axes: the mesh axes that tokens are split over where the function maps the layer;
+        `expert_axis` is added. The default is the axes of x's type, on a mesh with explicit axes,
+        or all of the mesh except `tensor_axis`. Without an `expert_axis` every device has all
+        experts, for its tokens.
       wire: the form in which tokens and gradients move along it: "mx", or "floats", which are
         quantized after they arrived. This holds for products in bfloat16, or with a Hadamard
         transform, too.

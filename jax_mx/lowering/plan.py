@@ -53,8 +53,9 @@ class Plan:
       preprocessing: of the elements of each of quantize's results, beside scaling; with their
         window.
       caller: the public function that makes the call, for messages; empty: the op itself.
-      source: of the floats. chosen: the chips that the recipe "auto" chose windows of rows for: in
-      a program for others they are of 32. Empty: the caller asks for them.
+      source: of the floats.
+      chosen: the chips that the recipe "auto" chose windows of rows for: in a program for others
+        they are of 32. Empty: the caller asks for them.
       across: for each result the axes of a shard_map among whose devices a window "row" lies; ():
         none does.
     """

@@ -94,10 +94,10 @@ class Gated(Value):
         return ACTIVATIONS[self.name].has_gate
 
     def checked(self, op: str, x: Any) -> Gated:
-        """The same with an array of JAX as up, if x and up fit.
+        """The activation with `up` as an array of JAX.
 
         Raises:
-          TypeError, ValueError: they do not.
+          TypeError, ValueError: x and up do not fit each other.
         """
         own = self
         if self.up is not None:
@@ -158,7 +158,7 @@ class Gated(Value):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def dy_of(self, op: str, gates: Any) -> jax.Array:
-        """The gradient of what these gates give.
+        """The gradient of the result for these gates.
 
         Raises:
           TypeError, ValueError: it has another dtype or shape.

@@ -33,7 +33,7 @@ _ARRAYS = {"values", "scales"}
 
 
 def from_checkpoint(tree: Tree) -> Tree:
-    """Makes MXArrays of what a checkpoint gives that is restored without a target.
+    """Makes MXArrays of the dictionaries in a checkpoint that was restored without a target.
 
     Without a target Orbax, and flax's `msgpack_restore`, give a dictionary for each MXArray. Its
     keys hold the format, the axis and the layouts.
@@ -45,8 +45,8 @@ def from_checkpoint(tree: Tree) -> Tree:
       The same tree, with an `MXArray` for each such dictionary.
 
     Raises:
-      TypeError, ValueError: as for `MXArray.from_parts`, of a dictionary that describes an array of
-        other shapes or dtypes, or in words that this version does not know.
+      TypeError, ValueError: as for `MXArray.from_parts`; a dictionary describes other shapes or
+        dtypes than it has, or uses words that this version does not know.
     """
     if isinstance(tree, Mapping):
         found = _parts_of(tree)
@@ -98,27 +98,27 @@ def save_safetensors(
 ) -> None:
     """Writes arrays into a .safetensors file.
 
-    An MXArray called "w" becomes the tensors "w.values" and "w.scales", the bytes that it holds, as
-    U8, which all loaders of safetensors open. The file's metadata say under "jax_mx", in JSON, what
-    the format, the axis and the layouts of each are.
-    Arrays come to the host one at a time, by a copy on their devices.
+    An MXArray called "w" becomes the tensors "w.values" and "w.scales". They have its bytes as U8,
+    which all loaders of safetensors open. The file's metadata have the format, the axis and the
+    layouts of each under "jax_mx", in JSON. Arrays come to the host one at a time, by a copy on
+    their devices.
 
         save_safetensors({"w": quantize(w), "step": 7}, "model.safetensors")
 
     Args:
-      tensors: by name; MXArrays and other arrays; numbers and lists as JAX makes arrays of them.
-      path: of the file. One that exists is replaced, of a link the file that it leads to, and keeps
-        its permissions.
+      tensors: MXArrays and other arrays by name; numbers and lists become arrays as in JAX.
+      path: of the file. An existing file is replaced and keeps its permissions; a link leads to the
+        file that is replaced.
       notes: further metadata, strings; not under "jax_mx".
 
     Raises:
       FileNotFoundError: there is no such folder.
-      OSError: the disk takes no such file; an old one is as it was.
-      TypeError: no dictionary of arrays by name, or arrays of a dtype that files do not have, or an
-        odd number of float4 elements.
-      ValueError: an array lies on devices of several processes;
-        two tensors, or notes and what is written besides, would have one name; a name is
-        no Unicode text; or the path is that of something else than a file.
+      OSError: the disk refuses the file; an old one is as it was.
+      TypeError: tensors is no dictionary of arrays by name, an array has a dtype that files lack,
+        or an odd number of float4 elements.
+      ValueError: an array lies on devices of several processes. Two tensors, or two of the notes,
+        would have one name. A name is no Unicode text. The path leads to something else than a
+        file.
     """
     op = "save_safetensors"
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):

@@ -46,12 +46,13 @@ def all_gather(
       q: a shard's array, in shard_map.
       axis_name: the mesh axis, or several.
       axis_index_groups: as for jax.lax.all_gather.
-      axis: where the new axis lies in the result; with `tiled`, along which one arrays are joined.
-      tiled: whether arrays are joined along `axis`, not put beside each other.
+      axis: the new axis of the result; with `tiled`, the axis along which arrays are joined.
+      tiled: whether arrays are joined along `axis`, instead of along a new axis.
 
     Returns:
-      An `MXArray` in q's layouts: the bytes that the gathered floats are quantized to, if shards
-      hold whole blocks and windows. Its window is q's where joined parts hold whole ones, else 32.
+      An `MXArray` in q's layouts. Quantizing the gathered floats gives the same bytes, if shards
+      hold whole blocks and windows. Its window is q's where joined parts hold whole windows, else
+      32.
 
     Raises:
       TypeError: q is no `MXArray` (jax.lax.all_gather gathers others), or axis no int.
@@ -91,10 +92,10 @@ def all_to_all(
         number of shards, and the result does not have it.
       concat_axis: the axis that parts are joined along; without `tiled` the new one.
       axis_index_groups: as for jax.lax.all_to_all.
-      tiled: whether parts are joined along an axis that is there.
+      tiled: whether parts are joined along an axis that exists.
 
     Returns:
-      An `MXArray` in q's layouts, of a window as `all_gather` has it.
+      An `MXArray` in q's layouts; its window follows the rule of `all_gather`.
 
     Raises:
       TypeError: q is no `MXArray` (jax.lax.all_to_all moves others), or an axis no int.

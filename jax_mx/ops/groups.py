@@ -39,10 +39,10 @@ class Groups:
     Attributes:
       rows: int32 (R,), the token in each slot; -1: none.
       sizes: int32 (G,), the number of slots of each group, as grouped products take it.
-      starts: int32 (G,), the first of them.
-      counts: int32 (G,), how many tokens each group has.
+      starts: int32 (G,), the first slot of each group.
+      counts: int32 (G,), the number of tokens of each group.
       slots: int32 (T, k), the slot of each token's choices; -1: the choice named no expert.
-      dropped: int32 (), how many choices named no expert.
+      dropped: int32 (), the number of choices that named no expert.
       align: the divisor of every size.
     """
 
@@ -65,13 +65,13 @@ class Groups:
     ) -> Groups:
         """Groups of tokens by the experts that a router chose.
 
-        Each choice's slot is its group's start, plus how many earlier choices name the same expert.
-        GPUs count those, which takes less time than sorting.
+        The slot of a choice is its group's start plus the number of earlier choices of the same
+        expert. GPUs count these, which takes less time than sorting.
 
         Args:
-          experts: integers (T, k) or (T,): the experts of each token; one that is below 0 or not
-            below `num_experts` is none: the choice gets no slot and is counted.
-          num_experts: G.
+          experts: integers (T, k) or (T,): the experts of each token. A number below 0, or not
+            below `num_experts`, names none: the choice gets no slot, and `dropped` counts it.
+          num_experts: G, the number of experts.
           align: every group begins at a multiple of it: 32 for blocks along tokens, 128 or 256 for
             windows and tiled scales. 1 is for arrays that are not quantized along tokens, and for
             `ragged_dot`, which takes groups that begin anywhere.
@@ -132,7 +132,7 @@ class Groups:
 
     @property
     def num_experts(self) -> int:
-        """G."""
+        """The number of groups, G."""
         return self.sizes.shape[-1]
 
     @property
@@ -181,7 +181,7 @@ class Groups:
         return slots.at[self.slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
     def combined(self, slots: jax.Array) -> jax.Array:
-        """The sum of each token's choices, added up in float32: (T, ...) of (R, ...).
+        """The sum of each token's choices, added up in float32: (T, ...) from (R, ...).
 
         Args:
           slots: (R, ...), a row for each slot.

@@ -83,8 +83,8 @@ class MXArray:
         column tiles, bytes of a tile), see `ValueLayout.shape`.
       scales: float8_e8m0fnu. Row-major: the logical shape with the block's axes divided by 32. In a
         tiled layout: (..., row tiles, column tiles, bytes of a tile), see `ScaleLayout.shape`.
-      format: the meaning of the codes. axis: the axis that blocks run along, negative, so that it
-      survives vmap; -1 if square.
+      format: the meaning of the codes.
+      axis: the axis that blocks run along, negative, so that it survives vmap; -1 if square.
       scale_layout: where the scale of a block lies.
       block: (32,), or (32, 32): square blocks of the last two axes.
       value_layout: where values lie; tiled ones have the block axis last.
@@ -203,12 +203,12 @@ class MXArray:
         """The same elements in another shape.
 
         Args:
-          shape: ints, or one tuple of them; one may be -1. The axis that blocks run along and those
-            behind it keep their lengths, of tiled layouts and square blocks the last two axes. Rows
-            of tiles may be split where the parts are whole tiles.
+          shape: ints, or one tuple of them; one may be -1. The axis that blocks run along, and the
+            axes behind it, keep their lengths. In tiled layouts and with square blocks the last two
+            axes keep theirs; rows of tiles may be split into whole tiles.
 
         Raises:
-          TypeError: another number of elements, as jnp has it.
+          TypeError: another number of elements, as in jnp.
           ValueError: it would cut blocks or tiles.
         """
         op = "MXArray.reshape"
@@ -298,9 +298,9 @@ class MXArray:
 
         Args:
           q: a `qwix.QArray` of float8_e4m3fn, float8_e5m2 or float4_e2m1fn, whose scales are powers
-            of two, of any float type. Each is of a multiple of 32 elements along one axis, or along
-            each of the last two, which gives square blocks. In a traced function a scale that is no
-            power of two becomes NaN.
+            of two, of any float type. A scale covers a multiple of 32 elements along one axis, or
+            along each of the last two axes, which gives square blocks. In a traced function a scale
+            that is no power of two becomes NaN.
 
         Raises:
           TypeError: q is no such array.
@@ -416,14 +416,14 @@ class MXArray:
         return indexing.with_values(op, checked(op, "the array", self), layout)
 
     def with_scales_in(self, scale_layout: ScaleLayout | str) -> MXArray:
-        """The same array with its scales in another layout; of square blocks see `expand`.
+        """The same array with its scales in another layout; `expand` serves square blocks.
 
         Args:
           scale_layout: ROW_MAJOR, BLOCKED_128X4 or SHUFFLED_32X8, or its name.
 
         Returns:
-          An `MXArray` that dequantizes to the same floats; where tiles are padded, zeros come in or
-          go.
+          An `MXArray` that dequantizes to the same floats; zeros that pad tiles are added or
+          removed.
 
         Raises:
           TypeError: scale_layout or a field of the array is of the wrong type.
@@ -441,9 +441,10 @@ class MXArray:
           scale_layout: of the result.
 
         Returns:
-          An `MXArray` that dequantizes to the same floats: of values (..., M, K) the same values,
-          and each scale 32 times, row-major (..., M, K / 32) or (..., M / 32, K). Codes of MXFP4
-          are packed along `axis`. Values stay in their layout along -1, and are row-major along -2.
+          An `MXArray` that dequantizes to the same floats. Its values (..., M, K) are the same, and
+          each scale occurs 32 times: (..., M, K / 32) or (..., M / 32, K) if row-major. Codes of
+          MXFP4 are packed along `axis`. Values keep their layout for axis -1, and are row-major for
+          -2.
 
         Raises:
           TypeError: scale_layout is of the wrong type.

@@ -84,9 +84,9 @@ def quantize(
     Raises:
       TypeError: x has another dtype, or an argument is of the wrong type.
       ValueError: axis out of range, a length that 32 does not divide, an unknown name.
-      NotImplementedError: the named implementation has no kernel for the call; where it has one,
-        but not for the platform or chip, this is raised when the computation is lowered, because
-        only then these are known. Also under differentiation.
+      NotImplementedError: the named implementation has no kernel for the call, or the call is
+        differentiated. A kernel that lacks only the platform or chip raises this when the
+        computation is lowered, because only then these are known.
       ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
     """
     own = preprocessing_of("quantize", rounding, hadamard, window)
@@ -145,7 +145,7 @@ def quantize_both(
         the keys `jax.random.split(key)` gives the same results.
       hadamard: see `quantize`; a pair, or one for both, along the axis of each result.
       window: of both, each along its own axis: 32, 128, 256 or "row", see `quantize`.
-      rows: see `quantize`; 32 divides how many there are.
+      rows: see `quantize`; 32 divides their number.
       activation: see `quantize`.
       implementation: see `quantize`.
 

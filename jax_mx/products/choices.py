@@ -92,7 +92,7 @@ class Choice:
 
     @classmethod
     def of(cls, entries: Iterable[Measured], notes: Sequence[str] = ()) -> Choice:
-        """A choice of these entries; of two of one key the last one counts."""
+        """A choice of these entries; if several have one key, the last one counts."""
         by_key = {entry.key: entry for entry in entries}
         return cls(tuple(by_key[key] for key in sorted(by_key)), tuple(dict.fromkeys(notes)))
 

@@ -29,7 +29,7 @@ def matmul(
     implementation: str | None = None,
     fallback: Fallback = None,
 ) -> jax.Array:
-    """jnp.matmul with its operands in MX; see `dot_general`, also for what is not listed here.
+    """jnp.matmul with its operands in MX; `dot_general` explains the rest.
 
     Args:
       a: (..., M, K), or (K,).

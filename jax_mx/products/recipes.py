@@ -94,16 +94,17 @@ class Product(Value):
     A pytree: keys and signs in it are data.
 
     Attributes:
-      format: of both operands instead of the recipe's, a `Format` or its name; or "bf16": the
-        operands are rounded to bfloat16 instead of being quantized; or "floats", of all three
-        products: they stay as they are. None: as the recipe says.
-      hadamard: a transform of both operands along the contracted axis, which the product does not
-        feel but for rounding; its size divides the contracted length. None: none.
-      rounding: of the gradient, in dgrad and wgrad; without a prescale. None: to nearest even.
-      window: how many elements along the contracted axis share an amax: 32, 128, 256 or "row";
-        of both operands, but for weights with a `weight_window`. In wgrad also "shard": the rows
-        that a device holds, see [training](training.md#windows-on-hopper). None: as the recipe
-        says.
+      format: of both operands, a `Format` or its name; None: the recipe's formats. "bf16": the
+        operands are rounded to bfloat16 instead of being quantized. "floats", for all three
+        products only: operands stay as they are.
+      hadamard: a transform of both operands along the contracted axis, or None. It changes the
+        product only by rounding; its size divides the contracted length.
+      rounding: a `Stochastic` without a prescale for the gradient, in dgrad and wgrad; None: to
+        nearest even.
+      window: the number of elements along the contracted axis that share an amax: 32, 128, 256 or
+        "row"; None: the recipe's window. It concerns both operands, except weights with a
+        `weight_window`. In wgrad also "shard": the rows that a device holds, see
+        [training](training.md#windows-on-hopper).
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
@@ -226,7 +227,7 @@ class Recipe(Value):
                     )
 
     def uses(self, operand: str) -> tuple[Use, Use]:
-        """How the two products that take an operand take it.
+        """The formats, transforms, roundings and windows of an operand in both its products.
 
         Args:
           operand: "lhs" (forward and wgrad), "rhs" (forward and dgrad), "gradient" (dgrad, wgrad).
@@ -261,7 +262,7 @@ class Recipe(Value):
 
             y = jax_mx.matmul(w, x, recipe=jax_mx.Recipe.auto(weight="lhs"))
 
-        Each call resolves it, as it does the name. Its formats say nothing.
+        Each call resolves it, as it does the name. Its formats have no meaning.
 
         Args:
           weight: "lhs" or "rhs", see `Recipe`.
