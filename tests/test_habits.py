@@ -139,7 +139,7 @@ def test_the_readme_says_what_runs_where():
 
 @in_checkout
 def test_the_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 120
+    assert len(README.read_text().splitlines()) <= 100
 
 
 @in_checkout
