@@ -1,9 +1,9 @@
-"""Quantizers: what an op costs, against a copy of the same bytes and against XLA.
+"""Quantizers: the cost of an op, against a copy of the same bytes and against XLA.
 
     python -m benchmarks --form all --shapes required,8x4096x4096 --format mxfp8_e4m3
     python -m benchmarks --form all --shapes llm --peers --json out.json   # torchao's, too
 
-A row's bytes are those of input, words, values and scales, once each; "copy_gbps" is the speed of a
+A row counts the bytes of input, words, values and scales, once each. "copy_gbps" is the speed of a
 copy that reads half as many bytes and writes the other half.
 """
 
@@ -79,7 +79,7 @@ class Quantizer:
 
     @property
     def made(self) -> Source:
-        """What makes the floats."""
+        """The source of the floats."""
         return shapes.SOURCES.get(self.source, X)
 
     @property
@@ -187,7 +187,7 @@ class Quantizer:
         return x, jnp.where(rows < held, rows, -1)
 
     def implementation_taken(self) -> tuple[str, str]:
-        """What serves the op; if it is "xla", why."""
+        """The implementation that serves the op; for "xla" also the reason."""
         if self.implementation == "xla":
             return "xla", ""
         form = shapes.FORMS[self.form]

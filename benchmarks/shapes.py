@@ -128,7 +128,7 @@ def form_of(op: str, kernel: directions.Form) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """What a row that matches all of `where` must reach.
+    """The speed that a row must reach if it matches all of `where`.
 
     Attributes:
       where: of a row's names.

@@ -12,9 +12,9 @@ gives the reference's bytes. `--table FILE` writes the rows as a module, for an 
 table, and adds the figures of all candidates to the JSON lines beside that file. A person decides,
 by a row's "where", whether it holds for more entries than those measured.
 
-A record is one measurement. "kernel" and "where" are those of its row; "case" and "shape" say what
-was computed, "value" which tile was tried. A "note" says how the kernel differed from today's; with
-a null "value" it names what was measured instead of the kernel.
+A record is one measurement. "kernel" and "where" name its row; "case" and "shape" name the
+computation, "value" the tile. A "note" says how the kernel differed from today's; with a null
+"value" it names another measured program.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ CASES = {
 
 
 def candidates(variant: Binary) -> Iterator[Any]:
-    """What the binary's kernel class takes as `tile`: those worth a try."""
+    """The values of `tile` worth a try for the binary's kernel class."""
     from jax_mx.kernels.cutedsl import dequantize, kernel
 
     if isinstance(variant, ProductKernel):
@@ -250,7 +250,7 @@ def _compile(arch: str, variant: Binary, tile: Any) -> tuple[bytes, dict[str, An
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Timing:
-    """What was measured of a candidate."""
+    """The measurement of a candidate."""
 
     us: float
     tile: str  # as in its file's name

@@ -226,7 +226,7 @@ def call(variant, implementation=None, **options):
 
 
 def operand(variant, floats, **options):
-    """What the op takes, made of floats, or of an array of that shape: any bytes for dequantize."""
+    """The op's operand: the floats; for dequantize an MXArray of that shape, of any bytes."""
     if variant.op == "quantize":
         return jnp.asarray(floats)
     make, _ = op_of(variant, **options)
@@ -258,7 +258,7 @@ _MOVED = re.compile(
 
 
 def collectives(text: str) -> Counter:
-    """What a compiled program moves: how often each kind, of what type, of how many elements."""
+    """The collectives of a compiled program, counted by kind, type and number of elements."""
     found = Counter()
     for types, kind in _MOVED.findall(text):
         for dtype, shape in re.findall(r"([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]", types):
@@ -302,7 +302,7 @@ class InHand(store.Artifact):
     """A kernel that is in no folder: each call carries it."""
 
     def attributes(self, launch, scalars, carry):
-        """As those of an export."""
+        """The attributes of an export."""
         return super().attributes(launch, scalars, carry=True)
 
 
@@ -334,7 +334,7 @@ def lowered_apart(name: str | None = None):
 
 @contextlib.contextmanager
 def changed_kernels(change: Callable):
-    """What is lowered takes kernels that `change` of facts and image has made others."""
+    """Programs that are lowered within it take kernels whose facts and image `change` changed."""
     get = store.get
 
     def changed(variant, arch):
@@ -424,8 +424,8 @@ def every_bfloat16() -> np.ndarray:
 def random_bits(shape: tuple[int, ...], dtype, seed: int = 0) -> np.ndarray:
     """Floats of uniformly random bits, NaN, infinities and subnormals included.
 
-    Half of the blocks are finite, and have one exponent each with a spread of a few binades, so
-    that elements do not all vanish beside the block's largest.
+    Half of the blocks are finite, and have one exponent each with a spread of a few binades. So
+    elements do not all vanish next to the block's largest.
     """
     rng = np.random.default_rng(seed)
     dtype = np.dtype(dtype)

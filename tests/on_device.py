@@ -25,7 +25,7 @@ def assert_same(got, want, what=""):
 
 
 def check(variant, floats, **options):
-    """The kernel's bytes are those of the reference on the same device."""
+    """The kernel gives the reference's bytes on the same device."""
     x = operand(variant, floats, **options)
     want = jax.block_until_ready(jax.jit(call(variant, "xla", **options))(x))
     poison_memory()

@@ -73,7 +73,7 @@ class Product(Program):
         self.rule = artifact.attributes(dtype, {"tiled": bits}, carry=False)
 
     def y(self, entry=0, order="lockstep", emulator=None) -> np.ndarray:
-        """What an entry gives, of arrays that are aligned as it wants and no more."""
+        """The result of an entry, for arrays with just the alignment that it needs."""
         memory, addresses, result = Global(), [], None
         for i, (array, align) in enumerate(
             zip([*self.arrays, self.result], self.align(entry), strict=True)

@@ -516,7 +516,7 @@ def test_bytes_are_compared_and_calls_timed(flip, good, capsys, monkeypatch):
 
 
 def test_speed_is_measured(monkeypatch):
-    """What a GPU does, on whatever runs the test, small."""
+    """The measurement of a GPU, small, on any machine."""
     monkeypatch.setattr(ran, "LAYER", (8, 64, 64))
     found = list(ran.speeds(["mxfp8_e4m3", "mxfp4_e2m1"], "bfloat16", output.Screen(io.StringIO())))
     assert [(speed["op"], speed["format"]) for speed in found] == [

@@ -1,4 +1,4 @@
-"""What AMD binaries do to memory where operands are aligned: 16 bytes a lane, side by side."""
+"""AMD binaries access memory with aligned operands: 16 bytes a lane, side by side."""
 
 import collections
 
@@ -113,7 +113,7 @@ ONE_FORMAT = [v for v in FLYDSL if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
 
 @each_binary(ONE_FORMAT, 1)
 def test_accesses_coalesce(variant, arch):
-    """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""
+    """A wave accesses whole pieces of memory at once, of a tensor of whole tiles."""
     for layout in layouts_of(variant):
         options = {"scale_layout": layout, **preprocessing(variant, of=jnp.asarray)}
         program = Program(variant, arch, (256, 256), **options)

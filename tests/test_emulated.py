@@ -1,6 +1,6 @@
 """Every AMD variant that ships, executed: the binary, in an emulator, through the same handler.
 
-Bits equal to the reference. What runs here is recorded as "emulated" (conftest.py).
+The bits equal the reference. conftest.py records the variants that run here as "emulated".
 """
 
 import contextlib

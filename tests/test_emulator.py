@@ -499,7 +499,7 @@ def test_conversions_round_to_nearest_even():
 def test_conversions_to_4_bits():
     """To nearest even, saturated, signs kept; opsel names the byte, of which the others stay.
 
-    That so does an MI355X, 0.25 and what is just above it included, stands in ROCm/aiter#974.
+    ROCm/aiter#974 shows that an MI355X does this, also for 0.25 and the number just above it.
     """
     values = [0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6.5, np.inf]
     values += [0.25000003, 0.3, 1.2500001, 5.000001, 1e-40]
@@ -560,7 +560,7 @@ A, B, C, D, SCALES = 0, 8, 16, 16, 48  # vector registers
 
 
 def place_in(side: int, row: int, col: int) -> tuple[int, int]:
-    """Which of D's registers, and lane, has an element; by AMD's register layouts."""
+    """The register of D, and the lane, that have an element, by AMD's register layouts."""
     if side == 16:
         return row % 4, row // 4 * 16 + col
     return row // 8 * 4 + row % 4, row // 4 % 2 * 32 + col

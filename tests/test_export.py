@@ -1,4 +1,4 @@
-"""What is exported gives the same bits, also of other lengths and in a process of its own."""
+"""Exported programs give the same bits, also for other lengths and in another process."""
 
 import os
 import textwrap

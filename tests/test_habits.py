@@ -1,4 +1,4 @@
-"""What stands in two places says the same in both; documents and examples do what they say."""
+"""Facts in two places agree; documents and examples do what they say."""
 
 import contextlib
 import dataclasses
@@ -146,7 +146,7 @@ def test_the_readme_says_what_runs_where():
 
 @in_checkout
 def test_the_readme_is_short():
-    assert len(README.read_text().splitlines()) <= 120
+    assert len(README.read_text().splitlines()) <= 100
 
 
 @in_checkout
@@ -213,7 +213,7 @@ def _parameters(code: CodeType) -> tuple[str, tuple[str, ...]]:
 def followed(kinds: tuple[type, ...]) -> Iterator[list[str]]:
     """The modules of jax_mx whose functions are called with a value of these types, in order.
 
-    Those that are called one after the other in a module are one station.
+    Functions of a module that are called one after the other are one station.
     """
     found: list[str] = []
 
@@ -293,7 +293,7 @@ PATHS: dict[str, tuple[Callable[..., jax.Array], list[tuple[int, ...]], int, int
 
 @pytest.mark.parametrize("name", PATHS)
 def test_the_paths_of_gradients_stay_short(name):
-    """What they come to again counts again: a value that wanders through modules is no value."""
+    """A station counts each time: a value that wanders through modules has no value."""
     f, shapes, most, most_of_ours = PATHS[name]
     args = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
     with lowered_apart(), followed(PATHED) as found:
@@ -331,7 +331,7 @@ def test_python_in_documents_runs(path, tmp_path, monkeypatch):
 
 @in_checkout
 def test_links_of_documents_lead_somewhere():
-    """Those that the site's build does not follow: from the files beside it."""
+    """The links that the site's build does not follow: from the files outside of docs."""
     for path in ROOT.glob("*.md"):
         for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
             name, _, anchor = link.partition("#")
@@ -371,7 +371,7 @@ def test_the_reference_has_every_public_name():
 
 @in_checkout
 def test_a_table_is_of_one_run():
-    """What stands under a table of figures names one commit, that of all its rows."""
+    """The caption of a table of figures names one commit, which all its rows have."""
     from benchmarks.report import read
     from docs import tables
 
@@ -439,7 +439,7 @@ def test_training_on_more_devices_is_that_on_one(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name, tmp_path):
-    """As their first lines say, shorter; those of several devices on eight."""
+    """The examples run as their first lines say, but shorter; with several devices on eight."""
     example = ROOT / "examples" / f"{name}.py"
     assert len(example.read_text().splitlines()) < 120
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
@@ -537,7 +537,7 @@ def test_the_readme_begins_with_the_first_command_and_the_tests():
 
 @in_checkout
 def test_the_changelog_is_kept():
-    """Headings are those of Keep a Changelog; releases have their day, and no later version."""
+    """The headings follow Keep a Changelog; releases have their day, and no later version."""
     text = (ROOT / "CHANGELOG.md").read_text()
     heads = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert heads[0] == "[Unreleased]"

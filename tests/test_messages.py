@@ -1,4 +1,4 @@
-"""What is refused says what it got, what is allowed and what to do, in one sentence."""
+"""A refusal is one sentence: the argument, the allowed ones, and the remedy."""
 
 import jax
 import jax.numpy as jnp

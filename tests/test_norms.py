@@ -239,7 +239,7 @@ def nasty(shape, seed=0, dtype="bfloat16"):
 
 
 def quantized(variant, implementation, **how):
-    """What a variant gives of x and weights, the factors, and of a sum with x upside down that."""
+    """A variant's results for x and weights, the factors; for a sum of x and x upside down, it."""
     formats = {"formats": tuple(f.name for f in variant.formats)} if variant.form.is_both else {}
     if not variant.form.is_both and variant.form.transposed:
         how |= {"axis": -2, "transpose": True}

@@ -1,4 +1,4 @@
-"""What is installed: light imports, few needs, every binary."""
+"""The installed package: light imports, few needs, every binary."""
 
 import hashlib
 from importlib.metadata import requires

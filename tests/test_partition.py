@@ -114,7 +114,7 @@ def test_what_nobody_reads_decides_nothing():
 
 @pytest.mark.parametrize("recipe", [ROWS, MXFP8, MXFP4, Recipe(window=256)], ids=str)
 def test_plans_are_text_and_back(recipe):
-    """Those of quantizers and of products, with their parts."""
+    """The plans of quantizers and of products, with their parts."""
     jaxpr = jax.make_jaxpr(step(recipe))(*floats()).jaxpr
     plans = [e.params["plan"] for e in multiply.equations(jaxpr) if "plan" in e.params]
     formats, window = (MXFP8.lhs,) * 2, "row"
@@ -150,7 +150,7 @@ ON_EXPLICIT = dict.fromkeys(("MXFP8", "MXFP4"), "all-reduce f32: 131,072, all-ga
 
 
 def reducers(text: str) -> set[str]:
-    """What the collectives of a compiled program do to two numbers."""
+    """The operations that the collectives of a compiled program apply to two numbers."""
     bodies = dict(re.findall(r"^%([\w.-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
     names = re.findall(r"(?:all-reduce|reduce-scatter)(?:-start)?\(.*?to_apply=%([\w.-]+)", text)
     return {re.sub(r".*ROOT .*? = \S+ (\w+)\(.*", r"\1", bodies[n], flags=re.DOTALL) for n in names}
@@ -191,7 +191,7 @@ def in_shard_map(name: str):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", CELLS)
 def test_fsdp(name, kind):
-    """Codes of weights move, no floats; bits are those of one device, but for the order of sums."""
+    """Codes of weights move, no floats; bits equal one device's, except for the order of sums."""
     recipe, specs = CELLS[name]
     out = {"out_sharding": specs[2]} if kind == AxisType.Explicit else {}
     mesh = mesh_of(8, kind=kind, names="a")
@@ -473,7 +473,7 @@ def on_hopper(request):
 
 
 def shard_on_hopper(text: str, name: str, n: int, avals, result, splits) -> str:
-    """What XLA gets for a shard."""
+    """The program that XLA gets for a shard."""
     config = config_of(text, name, n)
     how = {"p0": 2, "p1": 2, "p2": 2}, splits
     _, shard, operands, _ = partition.shard_of(config, avals, result, how)
@@ -541,7 +541,7 @@ def test_sums_of_a_weights_gradient_move_in_the_dtype_of_activations():
 
 
 def test_a_quantizers_shard_is_kernels(on_hopper):
-    """Amaxes and codes of a device's rows, both ways; nothing crosses devices but those of w."""
+    """Amaxes and codes of a device's rows, both ways; only the codes of w cross devices."""
     for n in (0, 1):
         config = config_of(on_hopper, "quantize_rows", n)
         counts, shape = config["parameters"]["rows"], config["rule"][2]

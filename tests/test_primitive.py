@@ -178,7 +178,7 @@ def test_a_call_is_one_custom_call_on_views(kind, layout):
 
 @pytest.mark.usefixtures("without_code")
 def test_axes_behind_the_blocks_are_dimensions_of_the_call():
-    """Which rules see as one, but the partitioner does not."""
+    """Rules see these axes as one dimension, but the partitioner does not."""
     x = jax.ShapeDtypeStruct((2, 64, 3, 5, 8), "bfloat16")
     for options in ({}, {"transpose": True}):
         text = lowered(x, axis=1, **options)
@@ -235,7 +235,7 @@ def with_tiles(kind, **options):
 @pytest.mark.parametrize("layout", ["row_major", "shuffled_32x8"])
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
 def test_tiles_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
-    """As the kernel's results lie, so do the arrays: of values in tiles and beside them."""
+    """The arrays lie as the kernel's results do: with values in tiles and in rows."""
     if not serves(kind, layout):
         return
     own = dataclasses.replace(kind, formats=(formats.FORMATS[format],) * len(kind.formats))
@@ -420,7 +420,7 @@ def test_private_names_of_jax():
 
 
 def test_policies_look_into_steps():
-    """What a product's step of codes names is kept, so that nothing is quantized twice."""
+    """A policy keeps the named codes of a product's step, so that nothing is quantized twice."""
     keys = jax.random.split(jax.random.key(0))
     x, w = (jax.random.normal(key, (64, 64), "bfloat16") for key in keys)
     keep = jax.checkpoint_policies.save_only_these_names(jax_mx.CHECKPOINT_NAME)

@@ -1,4 +1,4 @@
-"""What makes the floats: a source that no folder knows, what exists, and what ships."""
+"""Sources of floats: a source that no folder knows, variants that exist, and that ship."""
 
 import dataclasses
 import functools

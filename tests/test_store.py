@@ -119,7 +119,7 @@ def start(cache, kernel, arch: str) -> subprocess.Popen:
     [KERNELS[0], pytest.param(*KERNELS[1].values, id="cutedsl", marks=pytest.mark.thorough)],
 )
 def test_two_processes_want_one_kernel_and_one_is_killed(kernel, arch, tmp_path):
-    """Both get the right bytes; after one is killed in the middle, so does the next."""
+    """Both get the right bytes; after one is killed in the middle, the next gets them too."""
     cache, want = tmp_path / "cache", sha256_of_verified(kernel, arch)
     victim = start(cache, kernel, arch)
     assert victim.stdout.readline() == "ready\n"
@@ -355,7 +355,7 @@ def fresh():
 
 @pytest.mark.usefixtures("fresh")
 def test_files_may_go_and_folders_change(cache, tmp_path, monkeypatch):
-    """What a process lowered once it keeps: to run, to lower again, to export."""
+    """A process keeps a kernel that it lowered once: to run, to lower again, to export."""
     x = jnp.ones((64, 96), AMD.dtype)
     want = jax_mx.quantize(x, AMD.formats[0])
     with emulate(ARCH):

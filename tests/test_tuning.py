@@ -206,7 +206,7 @@ def spills_in(variant, arch, row) -> bool:
 
 
 def test_thread_blocks_fit_on_every_chip_of_an_arch():
-    """Which tiles are too large is known; what the compiler alone knows is checked when it ran."""
+    """Too large tiles are known; facts of the compiler alone are checked after it ran."""
     name = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
     by_name = {v.name: v for v in EXISTING if v.implementation == "cutedsl"}
     assert archs_of(by_name[f"{name}_w128_w128_swiglu_gradient"]) == (*ARCHS["cutedsl"],)

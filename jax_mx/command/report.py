@@ -1,4 +1,4 @@
-"""`python -m jax_mx`: what this installation runs on this machine, and what MX does to tensors."""
+"""`python -m jax_mx`: a report on this installation and machine, and on tensors in MX."""
 
 import argparse
 import contextlib

@@ -124,7 +124,7 @@ class Mapping(NamedTuple):
         return cls(axes, names, mesh)
 
     def __call__(self, shard: Callable[..., jax.Array], operands: tuple) -> jax.Array:
-        """What `shard` gives for each shard of these operands, see `moe`, as one array."""
+        """The results of `shard` for all shards of these operands, see `moe`, as one array."""
         *_, w1, w2, b1, b2, recipe = operands
         rows, tensor = P(self.tokens), self.axes.tensor
         first = _specs(w1, P(self.axes.experts, *[None] * (w1.ndim - 2), tensor))
@@ -202,7 +202,7 @@ class Gathered:
         return here, gathered(self.axis, weights)
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """(T, D): what this shard's rows became, added up over shards."""
+        """(T, D): the results of this shard's rows, added up over shards."""
         return sum_and_scatter(self.axis, rows)
 
     def back_choices(self, values: jax.Array) -> jax.Array:

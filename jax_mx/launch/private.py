@@ -73,13 +73,13 @@ def define(
 
     Args:
       name: of the primitive.
-      avals: abstract values of results, from those of operands and the parameters.
+      avals: abstract values of results, from operands' abstract values and the parameters.
       lower: the lowering rule, with the platform that it is registered for before its arguments;
-        None for all that have no kernels.
+        None for all platforms without kernels.
       batch: the rule of vmap.
-      no_derivative: raises.
-      unread: the parameters of a call that gives only the results which are read; from which of
-        them are, and from its parameters. None: a call gives all.
+      no_derivative: a function that raises.
+      unread: a function for the parameters of a call that gives only results that are read; it
+        takes a bool for each result, and the parameters. None: a call gives all.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -105,12 +105,12 @@ def _without_unread(unread: Callable, used: Sequence[bool], eqn: Any) -> tuple[l
 
 
 def drops_unread(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Lets a rule say what is left of an equation some of whose results nobody reads.
+    """Lets a rule replace an equation with unread results by a smaller one.
 
     Args:
-      primitive: whose equations they are.
-      rule: takes for each result whether it is read, and the equation; returns for each operand
-        whether it still is, and the equation that is left, or None.
+      primitive: of the equations.
+      rule: takes a bool for each result, whether it is read, and the equation; returns a bool for
+        each operand, whether it is still read, and the smaller equation or None.
     """
     # Since 0.12 JAX passes before the equation which of its operands live on.
     partial_eval.dce_rules[primitive] = lambda used, *rest: rule(used, rest[-1])
@@ -120,7 +120,7 @@ def looked_into(primitive: Primitive, jaxpr: str) -> None:
     """Lets jax.checkpoint's policies look into a primitive, as into a jitted function.
 
     Args:
-      primitive: whose bodies they find.
+      primitive: the primitive with the bodies.
       jaxpr: the parameter that is one, closed.
     """
     rules = partial_eval.partial_eval_jaxpr_custom_rules
@@ -150,9 +150,9 @@ def reduced(
 ) -> list[ir.Value]:
     """The lowering of lax.reduce_precision, which leaves floats of a byte and less as they are.
 
-    jax.checkpoint puts all floats that it keeps through it, with the bits of their own dtype. XLA
-    takes each dtype for one with infinities, and makes them of e4m3fn's floats from 256 on: NaN.
-    What is rounded already only has to stay apart from what made it.
+    jax.checkpoint puts all floats that it keeps through it, with the bits of their dtype. XLA
+    assumes infinities in each dtype, and turns e4m3fn's floats from 256 on into them: NaN. Rounded
+    floats only have to stay apart from the operation that made them.
     """
     (aval,) = ctx.avals_out
     own = jnp.finfo(aval.dtype)
@@ -169,9 +169,9 @@ def unsplit(op: str, operands: Sequence[Any], shape: tuple[int, ...], dtype: Any
 
     Args:
       op: for messages.
-      operands: abstract values, which vary over the same manual axes; the result does.
+      operands: abstract values, which vary over the same manual axes as the result.
       shape: of the result.
-      dtype: likewise.
+      dtype: of the result.
     """
     agree(op, *operands)
     return unsplit_like(operands[0], shape, dtype)

@@ -34,7 +34,7 @@ def reverse_only(op: str, second: str = "") -> Callable[[Any], Any]:
 
     Args:
       op: the public function.
-      second: what the sentence adds.
+      second: the end of the sentence.
     """
     return functools.partial(reverse_only_p.bind, op=op, second=second, is_tangent=False)
 
@@ -80,7 +80,8 @@ def linear(
     calls `forward`, or transposes `transposed` when it executes or lowers the tangent.
 
     Args:
-      transposed: gives cotangents of tangents, from what is kept and the results' cotangents.
+      transposed: a function of `kept` and the results' cotangents that gives cotangents of
+        tangents.
       kept: a pytree of arrays.
       tangents: arrays.
       like: arrays of the results' types.

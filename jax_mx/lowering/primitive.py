@@ -1,9 +1,9 @@
-"""Rules that all ops share as JAX primitives: the kernel that serves a plan, and vmap.
+"""The common rules of all ops as JAX primitives: the kernel that serves a plan, and vmap.
 
 An op's operands come as views (arrays/views.py). The partitioner may split every dimension of a
-view but those inside of a block or a unit, so a sharded array is quantized where it lies; those of
-a source, rows or gates and ups, come as they lie. What each operand and result is, its signature
-says (facts/signatures.py).
+view, except inside a block or a unit, so a sharded array is quantized where it lies. The operands
+of a source, such as rows or gates and ups, come as they lie. The signature (facts/signatures.py)
+gives each operand and result its role.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jax_mx.lowering.registry import Refusal, Support
 
 # ---- lowering ---
 def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
-    """What serves a plan, and for which chips."""
+    """The implementation that serves a plan, and the chips that it is for."""
     if target.chips is not None or target.platform not in chip_table.DSLS:
         return registry.chosen(plan, target.platform, target.chips or ()), target.chips or []
     found = registry.chosen(plan, target.platform, ())  # an export: some chip at least
@@ -91,7 +91,7 @@ def _call(
 
     Args:
       ctx: JAX's.
-      operands: MLIR values, those of the plan's signature that the call has.
+      operands: MLIR values for the operands of the plan's signature that the call has.
       plan: the call.
       view: of its arrays; the plan's own, or with row-major values; None: they lie as they are.
       kernels: see `calls.kernels_of`.
@@ -137,7 +137,7 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
     """The call of a kernel; where none serves the plan, the reference.
 
     Args:
-      op: what is lowered.
+      op: the op that is lowered.
       platform: that the rule is registered for; None for all that have no kernels.
       ctx: JAX's.
       operands: MLIR values.
@@ -180,7 +180,7 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
 
 
 def _in_steps(op: Op, support: Support, apart: bool) -> Callable | None:
-    """What computes an op in steps, each a primitive; `apart`: its floats are one by themselves."""
+    """A function that computes an op in steps of primitives; `apart`: one step makes its floats."""
     if support.via_floats or apart:
         return op.via_floats  # XLA splits them, and the call behind
     if support.via_codes:
@@ -208,12 +208,12 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
     """In a program of several processes, insists on the kernel that the tables promise.
 
     Each process lowers for itself, and all must come to the same program. The tables of facts are
-    the same everywhere; what an installation holds may not be. So where the tables have a kernel
-    and this process cannot get it, the process stops instead of taking another way. A kernel that
-    serves by itself is what the tables promise first.
+    the same everywhere; installations may differ. So where the tables have a kernel and this
+    process cannot get it, the process stops instead of taking another way. The tables promise a
+    kernel that serves by itself first.
 
     Raises:
-      RuntimeError: so it is.
+      RuntimeError: this process lacks the kernel.
     """
     if support.is_direct or not support:
         return
@@ -236,8 +236,8 @@ def _check_processes(plan: AnyPlan, target: Target, support: Support) -> None:
 def batch(primitive: Primitive, args, dims, *, plan: AnyPlan):
     """Leading dimensions are batch dimensions, so a new one goes to the front.
 
-    Operands that are replicated stay as they are; where they differ from entry to entry, so do the
-    calls, one after the other.
+    Operands that are replicated stay as they are. If they differ from entry to entry, each entry
+    has a call, one after the other.
     """
     roles = [array.role for array in plan.signature.present(plan.lacks)]
     shared = [i for i, role in enumerate(roles) if not role.is_batched]
@@ -293,12 +293,12 @@ def no_derivative(*_, plan: AnyPlan, **__):
 
 # ---- registration ---
 class Op(NamedTuple):
-    """What the rules of an op's primitive are made of. Each function has the keyword `plan`.
+    """The parts of the rules of an op's primitive. Each function has the keyword `plan`.
 
     Attributes:
-      avals: the abstract values of results, from those of operands; of an op that writes layouts
-        of values also with the keyword `view`, another one of its arrays.
-      reference: the op in jnp, on views: what "xla" computes.
+      avals: the abstract values of results, from the operands' ones. An op that writes layouts of
+        values has the keyword `view` too, for another view of its arrays.
+      reference: the op in jnp, on views, as "xla" computes it.
       batch: the rule of vmap, which takes the primitive before JAX's arguments.
       via_floats: the primitive on floats that XLA makes of its source.
       via_transpose: the primitive along rows, of x that XLA transposes.
@@ -314,7 +314,7 @@ class Op(NamedTuple):
 
 
 def make_primitive(name: str, op: Op) -> Primitive:
-    """The primitive mx_<name> of an op on views; its arrays are those of `plan.signature`."""
+    """The primitive mx_<name> of an op on views; `plan.signature` has its arrays."""
 
     def rule(args, dims, *, plan: AnyPlan):
         return op.batch(primitive, args, dims, plan=plan)

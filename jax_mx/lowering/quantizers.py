@@ -117,7 +117,7 @@ def _by_direction(plan: Plan, block_data: Sequence[jax.Array]) -> list[dict[str,
 
 
 def _scaled_elements(x, result: Result, own: Preprocessing, data: Mapping[str, jax.Array]):
-    """What of x is scaled: x itself, or transformed and multiplied by a prescale."""
+    """The elements that are scaled: x itself, or x transformed and multiplied by a prescale."""
     if own.hadamard:
         (along,) = result.block
         flips = data["signs"] if own.flips is None else result.by_parity(own.flips, x.shape)
@@ -285,7 +285,7 @@ def _dequantize_reference(values, scales, *, plan: Plan):
 
 
 def _floats_of_codes(values, scales, result: Result, format: Format, dtype: np.dtype):
-    """What row-major codes and scales of a view stand for."""
+    """The floats that row-major codes and scales of a view stand for."""
     values, scales = (jnp.moveaxis(a, result.block, result.last) for a in (values, scales))
     y = reference.dequantize(values, scales, format, dtype)
     return jnp.moveaxis(y, result.last, result.block)
@@ -385,9 +385,9 @@ def _is_shared(target: Target, avals: Sequence[Any], plan: Plan) -> bool:
 def _rule(
     operands: Sequence[Any], results: Sequence[Any], plan: Plan, rows: Sequence[Rows]
 ) -> Rule:
-    """All arrays are split alike, along what the partitioner may split of a view.
+    """The rule that splits all arrays alike, along the dimensions of a view that may be split.
 
-    A source says which dimensions of its operands are split like those of the floats' view.
+    A source says which dimensions of its operands are split like the floats' view.
     """
     x, source = _floats(operands, plan), plan.source.split
     shared = tuple(f"d{i}" for i in range(plan.view.batch(x.ndim)))
@@ -565,14 +565,14 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     """Binds `quantize_p`, all operands varying over the same manual axes.
 
     Args:
-      operands: the view of the floats and those of the plan's `given_data`; or what the
-        `arranged` of its source gives.
+      operands: the views of the floats and of the plan's `given_data`; or the results of `arranged`
+        of its source.
       plan: the call.
 
     Returns:
-      Views of each result's values and scales, by the name `CHECKPOINT_NAME`, or one of the floats
-      that they stand for, if the result's preprocessing says `dequantized`; then the results of
-      the source.
+      Views of each result's values and scales, by the name `CHECKPOINT_NAME`; if the result's
+      preprocessing says `dequantized`, a view of the dequantized floats instead. The results of the
+      source follow.
     """
     operands = vary_alike(*operands) if len(operands) > 1 else operands
     if takes_amaxes(plan):

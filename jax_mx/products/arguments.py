@@ -169,13 +169,13 @@ def bias_of(op: str, name: str, bias: Any, shape: tuple[int, ...]) -> jax.Array 
 
 
 def residuals_of(op: str, residuals: Any, recipe: Recipe, plain: str = "mx") -> str:
-    """What is kept of gate and up, one of `RESIDUALS`.
+    """The form in which gate and up are kept for the backward pass, one of `RESIDUALS`.
 
     Args:
       op: for messages.
-      residuals: that a caller asks for.
+      residuals: a caller's argument.
       recipe: of the layer.
-      plain: what None stands for where the recipe quantizes the forward product.
+      plain: the meaning of None where the recipe quantizes the forward product.
 
     Raises:
       TypeError, ValueError: it is none.

@@ -101,7 +101,7 @@ class Side:
     Attributes:
       dtype: of the floats.
       spec: their partition spec, on a mesh with explicit axes.
-      arranged: that of the arranged operand; () where no mesh with explicit axes is.
+      arranged: the partition spec of the arranged operand; () without a mesh with explicit axes.
     """
 
     dtype: np.dtype
@@ -198,7 +198,7 @@ class Static(NamedTuple):
       exact: see `contraction.Numbers`.
       implementation: see `contraction.Numbers`.
       out_sharding: of the result.
-      chosen: what "auto" became; None where the caller passed a recipe.
+      chosen: the name of the recipe that "auto" became; None where the caller passed a recipe.
     """
 
     op: str

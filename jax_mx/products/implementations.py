@@ -51,9 +51,10 @@ class ProductImplementation(registry.Implementation):
     Attributes:
       run: computes a contraction of arrays, as `support` said.
       preferred: whether it is the choice on a platform and chips where nothing was measured.
-      error: what its results may differ by of sum |a||b|, where that is more than eps32 * k.
+      error: the largest difference of its results over sum |a||b|, where that is more than eps32 *
+        k.
       worth: whether `autotune` measures it for a contraction that it serves.
-      ops: the public functions whose products it computes: dense ones, or those over groups.
+      ops: the public functions whose products it computes: dense ones, or products over groups.
       splits_itself: whether XLA knows how to split it among devices, and no rule of ours does.
       is_pallas: whether its kernels are Pallas', which XLA cannot split.
       layouts: of scales and values, that it reads as they lie; others are brought to rows for it.

@@ -1,8 +1,8 @@
 """Decide, then quantize, then multiply: products as JAX primitives.
 
 `mx_product` is one contraction of operands that are there. Its lowering asks decide.py which
-implementation serves it on the chips of the program, so that the choice stands in the lowered
-program, and vmap, shard_map, scan and export treat it as they treat `jax.lax.dot_general`.
+implementation serves it on the chips of the program. So the choice stands in the lowered program,
+and vmap, shard_map, scan and export treat the primitive as `jax.lax.dot_general`.
 
 `mx_step` joins quantizers and the products behind them. Some implementations multiply bfloat16. For
 such products one kernel quantizes an operand and writes the floats that its codes stand for, and
@@ -210,8 +210,8 @@ class Multiplication(NamedTuple):
       dtype: of the result.
       batch: how many dimensions of both operands are batch dimensions; they come first.
       summed: how many dimensions behind these it sums over, beside the contracted axis.
-      like: of a gradient the number of the form of what it is the gradient of, and which axis of
-        the result that form's contracted one is; XLA is to split the result as that.
+      like: for a gradient two numbers: the form of its operand, and the axis of the result that
+        this form contracts. XLA splits the result like the form.
       spec: the result's partition spec on a mesh with explicit axes; None: as operands have it.
       groups: see `Numbers`.
       align: see `Numbers`.
@@ -384,7 +384,7 @@ class Step:
         return run
 
     def _may_be_floats(self, operands: Operands) -> list[tuple[bool, bool]]:
-        """For each operand, which forms may come as floats: those that are read and not kept."""
+        """For each operand whether each form may come as floats: it is read and not kept."""
         read = {side for one in self.multiplications for side in (one.lhs, one.rhs)}
         read -= {*self.kept}
         may_be = [isinstance(x, Unquantized) and x.may_be_floats for x in operands]

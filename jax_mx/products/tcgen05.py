@@ -192,9 +192,9 @@ def _code_side(x: MXArray, contracting: Dims, batch: Dims) -> Side:
 
 
 def _lies(x: MXArray, order: Sequence[int], lead: int) -> bool:
-    """Whether tiles of scales are those of the matrices that the kernel has.
+    """Whether the kernel's matrices have the same tiles of scales as the array.
 
-    Tiles of an array with blocks along -2 are those of its last two axes swapped.
+    An array with blocks along -2 has the tiles of its transposed matrix.
     """
     same = [*order[:-2]] == [*range(x.ndim - 2)]
     return same and (lead == x.ndim - 2 or x.shape[order[-2]] % TILE == 0)
