@@ -29,11 +29,11 @@ from jax_mx.facts.windows import Window
 from jax_mx.launch.chips import arch_of, dsl_of
 from jax_mx.launch.targets import chip_of
 from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.norms.source import NormSource
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.reference import rows_of
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 _quantized = jax.jit(

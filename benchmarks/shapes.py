@@ -10,9 +10,9 @@ from jax_mx.facts import directions
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.kinds import Kind
 from jax_mx.facts.sources import Source
+from jax_mx.norms.source import NormSource
 from jax_mx.sources.gated import ACTIVE, GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 Shape = tuple[int, ...]

@@ -43,8 +43,8 @@ from jax_mx.facts.product_kernels import PRODUCTS, TILE, Binary, ProductKernel
 from jax_mx.facts.variants import Variant, layouts_of
 from jax_mx.kernels import tuning
 from jax_mx.kernels.shipped import existing
+from jax_mx.norms.source import NormSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 
 if TYPE_CHECKING:
     import jax
@@ -149,7 +149,7 @@ def _of_whole_rows() -> Iterator[Any]:
 
 
 def _of_norms(variant: Variant) -> Iterator[Any]:
-    from jax_mx.kernels.cutedsl import norms
+    from jax_mx.norms import cutedsl as norms
 
     if variant.form == LAST:  # Rows: as many bytes in flight as registers allow
         for threads, rows in itertools.product((128, 256), (1, 2, 3, 4)):

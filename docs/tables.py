@@ -28,11 +28,11 @@ from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SOURCES, existing
 from jax_mx.launch.chips import ARCHS
 from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.norms.source import NormSource
 from jax_mx.products import tcgen05
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
-from jax_mx.sources.rms_norm import NormSource
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"

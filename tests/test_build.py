@@ -71,6 +71,8 @@ def _places(dsl: str) -> list[Path]:
     shared = ("kernels/entry", "kernels/geometry", "kernels/noise", "kernels/tuning")
     shared += (f"launch/{dsl}", "launch/chips", "launch/entry", "launch/rule")
     found += [package / f"{name}.py" for name in shared]
+    rooms = [package / "norms" / name for name in ("source.py", f"{dsl}.py")]
+    found += [path for path in rooms if path.exists()]
     return [path.relative_to(package) for path in found]
 
 
@@ -99,7 +101,7 @@ def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
 def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypatch):
     """A stale binary cannot pass: what an entry is made of is in files that the key hashes."""
     package = Path(build.__file__).parents[1]
-    for folder in ("facts", "launch", "sources", "kernels"):
+    for folder in ("facts", "launch", "sources", "norms", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     variant, places = FIRST[dsl], [*_places(dsl), *_tables(dsl, arch, monkeypatch)]
 
@@ -126,7 +128,7 @@ def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypat
 def test_a_key_changes_with_what_a_table_says(tmp_path):
     """With `value_layouts_of` changed, a kernel's scalars are others; its key once stayed."""
     package = Path(build.__file__).parents[1]
-    for folder in ("facts", "launch", "sources", "kernels"):
+    for folder in ("facts", "launch", "sources", "norms", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     table = tmp_path / "facts" / "variants.py"
     before = _key(FIRST["cutedsl"], "sm_90a", tmp_path)

@@ -31,7 +31,7 @@ from jax_mx.kernels import geometry
 from jax_mx.kernels.geometry import Extents
 from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.launch.chips import ARCHS
-from jax_mx.sources.rms_norm import NormSource
+from jax_mx.norms.source import NormSource
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}

@@ -34,11 +34,11 @@ from jax_mx.facts.sources import X
 from jax_mx.facts.variants import layouts_of, value_layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.norms.source import NormSource
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.ops.requantize import requantize
 from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 TOOLS = {

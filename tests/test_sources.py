@@ -24,6 +24,7 @@ from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
 from jax_mx.launch import store
 from jax_mx.launch.chips import ARCHS
 from jax_mx.lowering import registry
+from jax_mx.norms.source import NormSource
 from jax_mx.ops.activations import Of
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.quantizing import WithSums
@@ -31,7 +32,6 @@ from jax_mx.ops.support import support_of
 from jax_mx.products import recipes
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 E4M3 = FORMATS["mxfp8_e4m3"]

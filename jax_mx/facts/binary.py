@@ -16,6 +16,7 @@ from jax_mx.launch.binary import Files
 PACKAGE = Path(__file__).resolve().parents[1]
 # Modules of kernels/ that decide when and where kernels are compiled, not what they are.
 _DRIVERS = ("build.py", "shipped.py")
+_ROOMS = ("norms",)  # by subject: a source of floats in each, and kernels in a file for a DSL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,8 @@ def files_of(dsl: str, arch: str, package: Path = PACKAGE) -> Files:
     folders = [package / name for name in ("facts", "sources", "kernels", f"kernels/{dsl}")]
     paths = [path for folder in folders for path in folder.glob("*.py")]
     paths += _tables(folders[-1] / "tuning", arch)
+    rooms = [package / room / name for room in _ROOMS for name in ("source.py", f"{dsl}.py")]
+    paths += [path for path in rooms if path.exists()]
     kept = sorted(path for path in paths if path.name not in _DRIVERS)
     return tuple((str(path.relative_to(package)), path) for path in kept)
 

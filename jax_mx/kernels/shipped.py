@@ -14,11 +14,11 @@ from jax_mx.facts.sources import Source, X
 from jax_mx.facts.variants import KERNELS, OPERANDS, Variant, variants
 from jax_mx.facts.windows import ROW
 from jax_mx.launch.chips import ARCHS
+from jax_mx.norms.source import NormSource
 from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.gated import ACTIVE, GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 _TWO = (False, True)

@@ -20,13 +20,13 @@ from jax_mx.lowering import registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.quantizers import takes_amaxes
 from jax_mx.lowering.registry import Refusal, Support
+from jax_mx.norms.source import NormSource
 from jax_mx.ops.activations import Gated, row_of
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, pairs, preprocessing_of
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 
