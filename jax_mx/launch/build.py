@@ -1,7 +1,7 @@
 """Compiles many binaries ahead of time, on a machine without a GPU, into `jax_mx/binaries`.
 
 Incremental by content: a binary is compiled again when its key changes (content.py). A binary that
-spills registers fails the build. Which binaries there are is up to the library whose they are.
+spills registers fails the build. The list of binaries is the caller's.
 """
 
 import hashlib
@@ -57,8 +57,8 @@ def native() -> list[str]:
     chips = set()
     try:
         query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
-        chips |= {f"sm_{capability.replace('.', '')}" for capability in found}
+        out = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        chips |= {f"sm_{capability.replace('.', '')}" for capability in out.split()}
     except (OSError, subprocess.CalledProcessError):
         pass  # no NVIDIA driver
     for node in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties"):

@@ -132,18 +132,18 @@ def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:
                     threads = struct.unpack("<III", payload[:12])
                     usage.setdefault(kernel, {})["threads"] = threads
     # Functions of the compiler's own, which kernels call on some archs.
-    usage = {name: found for name, found in usage.items() if not name.startswith("$")}
-    for kernel, found in usage.items():
+    usage = {name: facts for name, facts in usage.items() if not name.startswith("$")}
+    for kernel, facts in usage.items():
         section = elf.get_section_by_name(f".nv.shared.{kernel}")
-        found["shared"] = section["sh_size"] if section else 0
+        facts["shared"] = section["sh_size"] if section else 0
     return usage
 
 
 def _records(data: bytes):
     at = 0
     while at < len(data):
-        kind, attribute, value = struct.unpack_from("<BBH", data, at)
+        format, attribute, value = struct.unpack_from("<BBH", data, at)
         at += 4
-        if kind == 4:
+        if format == 4:
             yield attribute, data[at : at + value]
             at += value

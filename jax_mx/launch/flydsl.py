@@ -68,20 +68,20 @@ def compile_entries(
 
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:
     """Per kernel of a code object: registers, bytes of stack (spills) and of LDS, threads."""
-    found = {symbol: kernel.metadata for symbol, kernel in CodeObject(image).kernels.items()}
+    metadata = {symbol: kernel.metadata for symbol, kernel in CodeObject(image).kernels.items()}
     return {
         symbol: {
             "registers": facts[".vgpr_count"],
-            "stack": sum(facts[f".{what}"] for what in SPILLS),
+            "stack": sum(facts[f".{name}"] for name in SPILLS),
             "shared": facts[".group_segment_fixed_size"],
             "threads": facts[".reqd_workgroup_size"],
         }
-        for symbol, facts in found.items()
+        for symbol, facts in metadata.items()
     }
 
 
 def _prepare_process(folder: Path, arch: str) -> None:
-    """What FlyDSL reads of its environment, instead of a ROCm installation and of torch.
+    """Sets FlyDSL's environment, in place of a ROCm installation and of torch.
 
     It runs $ROCM_PATH/llvm/bin/ld.lld, and imports torch for the names of a few types.
     """
@@ -100,7 +100,7 @@ def _prepare_process(folder: Path, arch: str) -> None:
         return
     torch, cuda = types.ModuleType("torch"), types.ModuleType("torch.cuda")
     names = ("bool", "float16", "bfloat16", "float32", "float64")
-    for name in (*names, *(f"{kind}{n}" for kind in ("int", "uint") for n in (8, 16, 32, 64))):
+    for name in (*names, *(f"{prefix}{n}" for prefix in ("int", "uint") for n in (8, 16, 32, 64))):
         setattr(torch, name, type(name, (), {})())
     torch.Tensor, cuda.Stream = type("Tensor", (), {}), type("Stream", (), {})
     torch.cuda, cuda.is_available = cuda, lambda: False

@@ -128,8 +128,8 @@ def looked_into(primitive: Primitive, jaxpr: str) -> None:
 
     def rule(saveable, unknown, instantiated, eqn):
         body = {"call_jaxpr": eqn.params[jaxpr]}
-        own = eqn.replace(primitive=call, params=body)
-        parts = rules[call](saveable, unknown, instantiated, own)
+        as_call = eqn.replace(primitive=call, params=body)
+        parts = rules[call](saveable, unknown, instantiated, as_call)
         _, _, unknown_out, instantiated_out, kept = parts
         is_whole = all(any(var is operand for operand in eqn.invars) for var in kept)
         if any(unknown_out) or not all(instantiated_out) or not is_whole:
@@ -155,8 +155,8 @@ def reduced(
     floats only have to stay apart from the operation that made them.
     """
     (aval,) = ctx.avals_out
-    own = jnp.finfo(aval.dtype)
-    if own.bits <= 8 and (exponent_bits, mantissa_bits) == (own.nexp, own.nmant):
+    info = jnp.finfo(aval.dtype)
+    if info.bits <= 8 and (exponent_bits, mantissa_bits) == (info.nexp, info.nmant):
         apart: Any = hlo.optimization_barrier([x])
         return [apart]
     bits = modules.i32_attr(exponent_bits), modules.i32_attr(mantissa_bits)

@@ -2,10 +2,10 @@
 
 A program names a kernel by its sha256. The handler reads its bytes when the call is instantiated
 (ffi/launch.cc), from the folders that this module registers: `jax_mx/binaries`, which a wheel may
-bring, and a user's cache. Which sha256 a binary has on an arch, and how it is launched, stands in
-the package's manifest, or in the cache under the kernel's content key (launch/content.py).
+bring, and a user's cache. The package's manifest has the sha256 and the launch rules of each
+binary; the cache has them under the kernel's content key (launch/content.py).
 
-What neither holds is compiled, where its DSL is installed, in a process of its own (compiler.py).
+Where neither holds a binary, a process of its own compiles it, if its DSL is here (compiler.py).
 """
 
 import atexit
@@ -214,11 +214,11 @@ def get(binary: Binary, arch: str) -> Artifact:
     Raises:
       compiler.CompileError: no binary is there and none can be made; says why.
     """
-    found = find(binary, arch) or _compiled(binary, arch)
-    if found.sha256 not in _interned:  # the handler has it from now on, whatever becomes of files
-        _ffi.intern(found.sha256, found.image)
-        _interned.add(found.sha256)
-    return found
+    artifact = find(binary, arch) or _compiled(binary, arch)
+    if artifact.sha256 not in _interned:  # the handler keeps it, whatever becomes of files
+        _ffi.intern(artifact.sha256, artifact.image)
+        _interned.add(artifact.sha256)
+    return artifact
 
 
 _interned: set[str] = set()

@@ -138,7 +138,7 @@ def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
 
 
 class Target(NamedTuple):
-    """What a call is lowered for.
+    """A platform and its chips, for which a call is lowered.
 
     Attributes:
       platform: JAX's name of it.

@@ -170,15 +170,15 @@ def _transpose_of_linear(
     operands = *args[:count], *map(ad.instantiate_zeros, dys)
     if forward is None:
         return [*zeros[:count], *transposed(*operands)]
-    how = {"transposed": forward, "forward": transposed, "count": count}
-    how["like"] = tuple(x.aval for x in args[count:])
+    params = {"transposed": forward, "forward": transposed, "count": count}
+    params["like"] = tuple(x.aval for x in args[count:])
 
     def rule(_: list, args: list, tangents: list) -> list[jax.Array]:
         tangents = [
             ad.Zero(jax.typeof(x).to_tangent_aval()) if t is None else t
             for x, t in zip(args, tangents, strict=True)
         ]
-        return _jvp_of_linear(args, tangents, **how)[1]
+        return _jvp_of_linear(args, tangents, **params)[1]
 
     # Not behind a primitive: `explain` and policies of jax.checkpoint look for products.
     values = transposed(*map(jax.lax.stop_gradient, operands))

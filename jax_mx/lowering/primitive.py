@@ -118,11 +118,11 @@ def _call(
     )
 
 
-def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, op: Op, plan: Plan, **how: Any):
+def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, op: Op, plan: Plan, **call: Any):
     """The custom call of a kernel that gives row-major values, which XLA then puts into tiles."""
     rows, tiled = plan.view.with_row_major_values(), plan.view
     avals = op.avals(*ctx.avals_in, plan=plan, view=rows)
-    outs = _call(ctx.replace(avals_out=avals), *operands, plan=plan, view=rows, **how)
+    outs = _call(ctx.replace(avals_out=avals), *operands, plan=plan, view=rows, **call)
 
     def pack(*outs):
         quantized = 2 * len(tiled.results)
@@ -172,10 +172,10 @@ def _lower(op: Op, platform: str | None, ctx, *operands, plan: AnyPlan):
                 raise
             say_once(f"{plan.name} takes XLA: {error}")
         else:
-            how: dict[str, Any] = {"plan": plan, "kernels": kernels, "device": target.device}
+            call: dict[str, Any] = {"plan": plan, "kernels": kernels, "device": target.device}
             if row_major_values:
-                return _call_and_pack(ctx, *operands, op=op, **how)
-            return _call(ctx, *operands, view=plan.view, **how)
+                return _call_and_pack(ctx, *operands, op=op, **call)
+            return _call(ctx, *operands, view=plan.view, **call)
     return _in_jnp(ctx, in_jnp, operands, plan)
 
 

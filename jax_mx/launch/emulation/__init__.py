@@ -6,17 +6,20 @@ from contextlib import AbstractContextManager
 def emulate(arch: str, *, order: str = "lockstep") -> AbstractContextManager[None]:
     """Within this context, ops on the CPU run AMD's kernels, in an emulator of the chip.
 
-    They lower to the same custom call as on ROCm; the same handler loads the real code object,
-    picks the entry, packs the arguments and launches, through a stand-in for libamdhip64. Results
-    are those bytes that the binary's instructions compute. What this cannot establish: timing, wait
-    counters, cache and memory ordering, and how silicon rounds in its conversion instructions.
+        with emulate("gfx942"):
+            y = jax.jit(f)(x)
 
-    What counts is where a program is lowered: one that was lowered within the context stays what
-    it is; JAX traces and lowers a function again when it is called in another one.
+    Ops lower to the same custom call as on ROCm. The same handler loads the code object, picks the
+    entry, packs the arguments and launches, through a stand-in for libamdhip64. Results are the
+    bytes that the binary's instructions compute. Emulation does not establish timing, wait
+    counters, cache and memory ordering, nor how silicon rounds in its conversion instructions.
+
+    A program that is lowered within the context stays as it is. JAX traces and lowers a function
+    again when a caller is in another context.
 
     Args:
       arch: "gfx942" (MI300X, MI325X) or "gfx950" (MI350X, MI355X).
-      order: how the waves of a workgroup take turns between barriers: "lockstep" (all take each
+      order: the turns of a workgroup's waves between barriers: "lockstep" (all take each
         instruction together), "serial" (one after the other), "reversed" (the last one first).
 
     Raises:
