@@ -155,10 +155,14 @@ def test_what_no_kernel_serves(softmax, caplog):
         assert "row_softmax takes XLA" in caplog.text and "softmax takes float32" in caplog.text
         with pytest.raises(NotImplementedError, match="softmax takes float32"):
             jax.jit(lambda x: softmax(x, implementation="flydsl"))(x)
+        with pytest.raises(NotImplementedError, match="it has no kernel in cutedsl for rocm; impl"):
+            jax.jit(lambda x: softmax(x, implementation="cutedsl"))(X)
         y, count = launches(jax.jit(lambda x: softmax(x, implementation="xla")), X)
     np.testing.assert_array_equal(y, reference(X))
     assert count == 0
-    with pytest.raises(NotImplementedError, match="row_softmax: it has no kernel for cpu; impl"):
+    with pytest.raises(
+        NotImplementedError, match="it has no kernel in flydsl for cpu; impl"
+    ):
         softmax(X, implementation="flydsl")
     store._failed.clear()
 

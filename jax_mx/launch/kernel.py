@@ -152,7 +152,7 @@ class Kernel:
         dsl, xla = DSLS.get(target.platform, ""), mlir.lower_fun(self._flat, multiple_results=True)
         if implementation == "xla":
             return xla(ctx, *operands)
-        why = self._obstacle(dsl, target)
+        why = self._obstacle(implementation or dsl, dsl, target)
         if not why:
             chips = store.exported(chips_of(dsl)) if target.chips is None else target.chips
             binary = self.binary(dsl, [aval.dtype for aval in ctx.avals_in])
@@ -171,10 +171,10 @@ class Kernel:
             calls.say_once(f"{self.name} takes XLA: {why}")
         return xla(ctx, *operands)
 
-    def _obstacle(self, dsl: str, target: Target) -> str:
-        """Why no kernel serves a target; empty where one may."""
-        if dsl not in self.modules:
-            return f"it has no kernel for {target.platform}"
+    def _obstacle(self, asked: str, dsl: str, target: Target) -> str:
+        """Why no kernel of the DSL that is asked for serves a target; empty where one may."""
+        if asked != dsl or dsl not in self.modules:
+            return f"it has no kernel{f' in {asked}' * bool(asked)} for {target.platform}"
         lacking = [chip for chip in target.chips or () if arch_of(chip) is None]
         return f"{dsl} compiles for no {lacking[0]}" if lacking else ""
 
