@@ -12,9 +12,9 @@ gives the reference's bytes. `--table FILE` writes the rows as a module, for an 
 table, and adds the figures of all candidates to the JSON lines beside that file. A person decides,
 by a row's "where", whether it holds for more entries than those measured.
 
-A record is one measurement. "kernel" and "where" are those of its row; "case" and "shape" say what
-was computed, "value" which tile was tried. A "note" says how the kernel differed from today's; with
-a null "value" it names what was measured instead of the kernel.
+A record is one measurement. "kernel" and "where" name its row; "case" and "shape" name the
+computation, "value" the tile. A "note" says how the kernel differed from today's; with a null
+"value" it names another measured program.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from jax_mx.facts.product_kernels import PRODUCTS, TILE, Binary, ProductKernel
 from jax_mx.facts.variants import Variant, layouts_of
 from jax_mx.kernels import tuning
 from jax_mx.kernels.shipped import existing
+from jax_mx.norms.source import NormSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 
 if TYPE_CHECKING:
     import jax
@@ -91,7 +91,7 @@ CASES = {
 
 
 def candidates(variant: Binary) -> Iterator[Any]:
-    """What the binary's kernel class takes as `tile`: those worth a try."""
+    """The values of `tile` worth a try for the binary's kernel class."""
     from jax_mx.kernels.cutedsl import dequantize, kernel
 
     if isinstance(variant, ProductKernel):
@@ -149,7 +149,7 @@ def _of_whole_rows() -> Iterator[Any]:
 
 
 def _of_norms(variant: Variant) -> Iterator[Any]:
-    from jax_mx.kernels.cutedsl import norms
+    from jax_mx.norms import cutedsl as norms
 
     if variant.form == LAST:  # Rows: as many bytes in flight as registers allow
         for threads, rows in itertools.product((128, 256), (1, 2, 3, 4)):
@@ -250,7 +250,7 @@ def _compile(arch: str, variant: Binary, tile: Any) -> tuple[bytes, dict[str, An
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Timing:
-    """What was measured of a candidate."""
+    """The measurement of a candidate."""
 
     us: float
     tile: str  # as in its file's name
@@ -533,7 +533,7 @@ def install(folder: Path, variant: Binary, facts: dict[str, Any]) -> None:
     import jax
 
     from jax_mx import _ffi
-    from jax_mx.lowering import store
+    from jax_mx.launch import store
 
     image = (folder / "kernels" / facts["sha256"]).read_bytes()
     _ffi.intern(facts["sha256"], image)

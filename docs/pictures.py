@@ -64,7 +64,7 @@ def formats() -> Figure:
 
 
 def _magnitudes(name: str) -> np.ndarray:
-    """What `dequantize` gives of all codes from 0 to the largest, with a scale of 1."""
+    """The floats that `dequantize` gives for all codes from 0 to the largest, with a scale of 1."""
     format = FORMATS[name]
     codes = np.arange(256, dtype=np.uint8)
     codes = np.where(codes <= format.max_code, codes, 0).astype(np.uint8)
@@ -118,7 +118,7 @@ def window_scales() -> Figure:
 
 
 def losses() -> Figure:
-    """What each format loses of three kinds of data."""
+    """The loss of each format on three kinds of data."""
     figure = Figure(figsize=(8, 2.8), layout="constrained")
     axes = figure.add_subplot()
     rng = np.random.default_rng(0)
@@ -251,7 +251,7 @@ def layout(which: layouts.Layout) -> Figure:
 
 # ---- a tensor's path -----------------------------------------------------------------------------
 def path() -> Figure:
-    """What becomes of one call, station by station, as the code has it."""
+    """The path of one call, station by station, as the code has it."""
     shape, chip = (8, 256, 512), "sm_90"
     options: dict[str, Any] = {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
