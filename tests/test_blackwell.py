@@ -17,7 +17,7 @@ from exact import floats as random_floats
 import jax_mx
 from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.layouts import BLOCKED_128X4
-from jax_mx.lowering import partition, store, targets
+from jax_mx.launch import partition, store, targets
 from jax_mx.products import multiply, reads, splitting, tcgen05, tcgen05_kernel
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.decide import decided
@@ -72,7 +72,7 @@ def compiled(own, name, reads_floats, **params):
 
 
 def multiplied(own, lhs, rhs, sizes=None, name="tcgen05", reads_floats=False, **params):
-    """What a kernel gives."""
+    """The result of a kernel."""
     sizes = None if sizes is None else jnp.asarray(sizes, jnp.int32)
     return compiled(own, name, reads_floats, **params)(lhs, rhs, sizes)
 
@@ -532,7 +532,7 @@ def test_exports_carry_the_dense_kernel_of_jax(without_code, monkeypatch):
 @pytest.mark.sampled(3, 2)
 @pytest.mark.parametrize("lies", ["rows", "floats", "tiles"])
 def test_a_device_computes_its_columns(lies):
-    """What XLA asks for where it splits a product over groups along columns."""
+    """A product over groups that XLA splits along columns."""
     sizes, half = jnp.array([50, 0, 70], jnp.int32), 128 if lies == "tiles" else 40
     shapes = (150, 96), (3, 2 * half, 96)
     if lies == "floats":

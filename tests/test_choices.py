@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mx
 from jax_mx import Choice, autotune, explain, matmul
-from jax_mx.facts.chips import ARCHS, chips_of
 from jax_mx.facts.product_kernels import PRODUCTS
-from jax_mx.lowering import store, targets
+from jax_mx.launch import store, targets
+from jax_mx.launch.chips import ARCHS, chips_of
 from jax_mx.products import choices, measuring, tuning
 from jax_mx.products.choices import Key, Measured
 from jax_mx.products.contraction import SUMS, Served, refused
@@ -500,7 +500,7 @@ WORTH = {
 
 @pytest.mark.parametrize(("kind", "rows"), WORTH)
 def test_tilings_worth_their_time(kind, rows):
-    """What holds the rows, and the next smaller one."""
+    """The tiling that holds the rows, and the next smaller one."""
     call = call_of(*of_kind(kind, rows))
     worth = [n for n in ROWS if IMPLEMENTATIONS[f"cutedsl_r{n}"].worth(call)]
     assert worth == WORTH[kind, rows]
@@ -723,7 +723,7 @@ def test_files_of_another_version_and_missing_ones(tmp_path, monkeypatch, caplog
 
 
 def test_shipped_tables():
-    """Each is of a chip, and names implementations that there are."""
+    """Each table belongs to a chip, and names implementations that exist."""
     paths = sorted(choices.TABLES.glob("*.json"))
     assert choices.TABLES / "sm_90.json" in paths
     chips = {chip for dsl in ARCHS for chip in chips_of(dsl)}

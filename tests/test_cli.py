@@ -26,7 +26,7 @@ from jax_mx.command import here, output, plain, ran, samples, tensors
 from jax_mx.command import report as cli
 from jax_mx.facts import verified
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import store
+from jax_mx.launch import store
 from jax_mx.lowering.registry import Support
 
 pytestmark = pytest.mark.any_device
@@ -516,7 +516,7 @@ def test_bytes_are_compared_and_calls_timed(flip, good, capsys, monkeypatch):
 
 
 def test_speed_is_measured(monkeypatch):
-    """What a GPU does, on whatever runs the test, small."""
+    """The measurement of a GPU, small, on any machine."""
     monkeypatch.setattr(ran, "LAYER", (8, 64, 64))
     found = list(ran.speeds(["mxfp8_e4m3", "mxfp4_e2m1"], "bfloat16", output.Screen(io.StringIO())))
     assert [(speed["op"], speed["format"]) for speed in found] == [

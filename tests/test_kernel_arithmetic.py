@@ -1,6 +1,6 @@
-"""What NVIDIA's kernels with preprocessing compute per thread, by numpy; a GPU runs the whole.
+"""NVIDIA's kernels with preprocessing, by numpy, one thread at a time; a GPU runs the whole.
 
-AMD's are executed as a whole, in test_emulated.py.
+test_emulated.py executes AMD's as a whole.
 """
 
 import inspect
@@ -328,7 +328,7 @@ def test_floats_of_codes_without_an_instruction_that_converts(format):
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 def test_pairs_of_bfloat16_without_later_instructions():
-    """The products and the larger magnitudes of sm_80 are those of sm_90a, for every bfloat16."""
+    """sm_80 gives the products and the larger magnitudes of sm_90a, for every bfloat16."""
     words = np.arange(1 << 16, dtype=np.uint32).view(np.uint32)
     words = words | words[::-1] << np.uint32(16)
     for factor in (0x3F80, 0x0080, 0x7E80, 0x4000, 0x7FC0):

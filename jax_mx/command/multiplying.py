@@ -1,4 +1,4 @@
-"""For `python -m jax_mx` and README: what multiplies on each arch, and how that was executed."""
+"""The implementations of products by arch, and their executions, for `python -m jax_mx`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import jax_mx
 from jax_mx.command.output import Table
 from jax_mx.facts import verified
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.windows import ROW
+from jax_mx.launch.chips import ARCHS
 from jax_mx.products.implementations import IMPLEMENTATIONS
 
 # How names of binaries of products begin.
@@ -48,7 +48,7 @@ def multiplying_table(facts: Sequence[dict[str, Any]]) -> Table:
 
 
 def dense_on(chip: str) -> list[str]:
-    """What serves a dense product in MXFP8 on a chip: in windows of 32, of 256 and of rows."""
+    """The names that serve a dense MXFP8 product on a chip: windows of 32, of 256 and of rows."""
     w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 512), (1024, 512)))
     recipes = [jax_mx.Recipe(), jax_mx.Recipe(window=256), jax_mx.Recipe(window=ROW)]
     product: Any = jax_mx.matmul
@@ -56,7 +56,7 @@ def dense_on(chip: str) -> list[str]:
 
 
 def grouped_on(chip: str) -> list[str]:
-    """What serves the three products of a layer of experts, by the recipe "auto"."""
+    """The names that serve the three products of a layer of experts, by the recipe "auto"."""
     shapes = ((1024, 512), jnp.bfloat16), ((4, 512, 512), jnp.bfloat16), ((4,), jnp.int32)
     x, w, sizes = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
 

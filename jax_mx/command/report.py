@@ -1,4 +1,4 @@
-"""`python -m jax_mx`: what this installation runs on this machine, and what MX does to tensors."""
+"""`python -m jax_mx`: a report on this installation and machine, and on tensors in MX."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from jax_mx.command import here, multiplying, ran, samples, tensors
 from jax_mx.command.options import PROGRAM, parse
 from jax_mx.command.output import Screen
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.toolchains import install
+from jax_mx.launch.toolchains import install
 
 # What the extra `cli` brings: the modules, and what their distributions are called.
 EXTRA = {"rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}

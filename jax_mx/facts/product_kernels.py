@@ -13,7 +13,7 @@ each.
 import dataclasses
 import itertools
 
-from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.binary import Compiled
 from jax_mx.facts.formats import (
     BLOCK,
     MXFP4_E2M1,
@@ -25,6 +25,7 @@ from jax_mx.facts.formats import (
 )
 from jax_mx.facts.variants import Variant, exists
 from jax_mx.facts.windows import ROW, suffix_of
+from jax_mx.launch.chips import ARCHS
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
@@ -35,13 +36,12 @@ UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies c
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductKernel:
+class ProductKernel(Compiled):
     """One kernel's source-level choices.
 
     Attributes:
       op: "matmul", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and codes;
         "wgrad", of floats and floats; "amaxes", of floats.
-      implementation: "cutedsl".
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block, or a cluster of two, has at a time.
       window: how many elements along K share a scale, of both operands, where both are codes;
@@ -54,8 +54,6 @@ class ProductKernel:
         N, K / parts). Devices that had a part each gather them so; scales lie as ever.
     """
 
-    op: str
-    implementation: str
     formats: tuple[Format, ...]
     rows: int
     window: int | str = BLOCK

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jax_mx.facts import directions
+from jax_mx.facts.binary import Compiled
 from jax_mx.facts.directions import Form
 from jax_mx.facts.formats import (
     BLOCK,
@@ -28,12 +29,11 @@ from jax_mx.facts.windows import ROW, TILE, Window
 
 
 @dataclasses.dataclass(frozen=True)
-class Variant:
+class Variant(Compiled):
     """One kernel's source-level choices. Each is compiled once for every arch of its DSL.
 
     Attributes:
       op: "quantize" (one or both ways) or "dequantize".
-      implementation: "cutedsl" or "flydsl".
       form: which axes blocks run along and which way arrays lie.
       dtype: of the unquantized side.
       formats: of the quantized arrays, one each.
@@ -42,8 +42,6 @@ class Variant:
       source: what makes the floats.
     """
 
-    op: str
-    implementation: str
     form: Form
     dtype: str
     formats: tuple[Format, ...]

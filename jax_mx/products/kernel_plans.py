@@ -1,4 +1,4 @@
-"""Plans of products: which kernel multiplies operands as they lie. `by_plan` calls it.
+"""Plans of products: the kernels that multiply operands as they lie. `by_plan` calls them.
 
 Four ops. "matmul" has floats and an MX array, "matmul_fp8" two MX arrays on FP8 tensor cores.
 "wgrad" (floats) and "wgrad_fp8" (MX arrays) contract rows, for a weight's gradient. Codes and
@@ -13,10 +13,10 @@ block NaN. No NaN leaves its group.
 FP8 tensor cores. Kernels take all scales within a window as equal; callers vouch for that. In
 "wgrad_fp8" each group begins at a multiple of the window and has a multiple of it; other sizes give
 other sums. The cores cut each product at 2^-13 of the largest one and of the window's sum so far.
-So an element is off by at most window * 2^-13 * sum |x||w|, where a window "row" counts as 256.
-An H200 was measured for K from 128 to 65,536, relative to sum |x||w|. Normal numbers are off by at
-most 4e-4 (of y's norm 1.3e-4 for windows of 128, 2.1e-4 for 256). Numbers of one sign are off by at
-most 4e-3. Where one product in each window is 2^13 times the others, it is 2.1e-2.
+So an element is off by at most window * 2^-13 * sum `|x||w|`, where a window "row" counts as 256.
+An H200 was measured for K from 128 to 65,536, relative to sum `|x||w|`. Normal numbers are off by
+at most 4e-4 (of y's norm 1.3e-4 for windows of 128, 2.1e-4 for 256). Numbers of one sign are off by
+at most 4e-3. Where one product in each window is 2^13 times the others, it is 2.1e-2.
 """
 
 import dataclasses

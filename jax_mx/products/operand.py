@@ -1,9 +1,8 @@
 """Operands as products read them: MX arrays or floats, along one axis and along the other.
 
-Each operand has two readers among the three products of a layer: activations the forward product
-and the one for the gradient of the weights, weights the forward product and the one for the
-gradient of the activations, the result's gradient both of the latter. So an operand has two forms,
-which one read of its floats makes.
+Each operand has two readers among the three products of a layer. The forward product and wgrad read
+activations, the forward product and dgrad read weights. Dgrad and wgrad read the result's gradient.
+So an operand has two forms, which one read of its floats makes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from jax_mx.arrays.sharding import is_explicit, shards_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout
 from jax_mx.facts.windows import SHARD, Window, lengths_of, share_a_read
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops import mxarray
 from jax_mx.ops.activations import made
 from jax_mx.ops.mxarray import MXArray, floats_of
@@ -41,7 +40,7 @@ class Use(NamedTuple):
       format: of the codes; None for bfloat16.
       hadamard: the transform along the contracted axis.
       rounding: of the codes.
-      window: which elements share an amax.
+      window: the elements that share an amax.
     """
 
     format: Format | None
@@ -65,7 +64,7 @@ class BlockRule(NamedTuple):
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProductOperand:
-    """An operand of one product: a form. Its leaves are those of the array, which it rebuilds.
+    """An operand of one product, in one form; a pytree whose leaves belong to the array.
 
     JAX takes derivatives by the whole of a `QuantizedWeight`, whose forms get zeros that nobody
     reads; an `MXArray` that is a pytree node refuses that.
@@ -108,10 +107,10 @@ class QuantizedWeight:
 
     Attributes:
       floats: the weight; gradients reach it, products do not read it.
-      contracted_form: what the forward product reads.
-      free_form: what the product for the gradient of the activations reads.
-      recipe: the `Recipe` that made them.
-      arrangement: how they are arranged.
+      contracted_form: the form for the forward product.
+      free_form: the form for the product that gives the gradient of the activations.
+      recipe: the `Recipe` of both forms.
+      arrangement: the arrangement of both forms.
     """
 
     floats: jax.Array
@@ -222,8 +221,9 @@ class Unquantized:
       activation: a `Gated`, or a `WithSums` of one: the operand is what this makes of
         x (..., rows, 2 columns); or None.
       name: "lhs", "rhs" or "gradient".
-      axis: the one that the first reader contracts, -1 or -2; the second one contracts the other.
-      wanted: which readers there are.
+      axis: the axis that the first reader contracts, -1 or -2; the second reader contracts the
+        other.
+      wanted: whether each of both readers exists.
       frozen: for which of them the other operand is frozen, and this one bfloat16.
       pads: how many zeros follow the last two axes of x.
       across: for each reader the axes of a shard_map among whose devices a row lies that it
@@ -419,7 +419,7 @@ class Unquantized:
             unit = math.lcm(max(lengths_of(window)), turn)
             lies = is_coded or self.pads[at] or (square and any(coded))
             if lies and shards > 1 and self.x.shape[at] % (shards * unit):
-                raise primitive.ShardingTypeError(
+                raise private.ShardingTypeError(
                     f"products: the {self.x.shape[at]} {what} of {self.name} are split over "
                     f"{' x '.join(names)} in {shards} shards of {self.x.shape[at] / shards:g}, "
                     f"which {unit} does not divide, so that blocks would not stay whole; gather "
@@ -506,7 +506,7 @@ def operand_for(
       quantized: an `MXArray`, both forms, or None.
       recipe: of floats.
       name: "lhs" or "rhs".
-      wanted: which of both forms are.
+      wanted: whether each of both forms is needed.
     """
     if isinstance(quantized, MXArray):
         form = ProductOperand(_arranged_mx(side, quantized), side.axis)

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from jax_mx.facts.chips import TCGEN05, chips_of
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import (
     BLOCKED_128X4,
@@ -15,7 +14,9 @@ from jax_mx.facts.layouts import (
     Layout,
     ScaleLayout,
 )
-from jax_mx.lowering import targets
+from jax_mx.facts.tensor_cores import TCGEN05
+from jax_mx.launch import targets
+from jax_mx.launch.chips import chips_of
 from jax_mx.products import tcgen05
 
 # By chip, where scales lie that a matrix core takes without another pass; elsewhere in rows.

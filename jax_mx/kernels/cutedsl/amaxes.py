@@ -13,12 +13,12 @@ import cutlass
 from cutlass import Float32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.facts.formats import FLOAT_DTYPES
-from jax_mx.facts.launch import Extent, Factor, GridTerm, Scratch, constant
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, signature_of
 from jax_mx.kernels.cutedsl import activations, convert
 from jax_mx.kernels.cutedsl.kernel import largest
 from jax_mx.kernels.cutedsl.products import ProductEntry, vector
+from jax_mx.launch.rule import Extent, Factor, GridTerm, Scratch, constant
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource

@@ -13,12 +13,13 @@ from jax_mx.kernels import geometry, tuning
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.entry import QuantizerEntry
 from jax_mx.kernels.geometry import Extents, Place
+from jax_mx.launch import cutedsl as launched
 
 PAD = 8  # bytes between rows in shared memory: room for words that straddle, and other banks
 
 
-class Kernel(QuantizerEntry):
-    """An entry, and the host half that makes it be compiled; subclasses have the `kernel`."""
+class Kernel(QuantizerEntry, launched.Kernel):
+    """An entry for an arch; subclasses have the `kernel`."""
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, layout, aligned)
@@ -32,14 +33,10 @@ class Kernel(QuantizerEntry):
         where = (self.arch, variant, self.layout, self.aligned)
         return tuning.choose(f"{variant.op}.{what}", *where)
 
-    def arguments(self):
-        """Stand-ins of the host function's arguments, to compile it."""
-        types = [self.element_of(array) for array in self.signature.arrays]
-        pointers = tuple(
-            cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-            for dtype, align in zip(types, self.align, strict=True)
-        )
-        return pointers, tuple((Int64 if s[0] == 8 else Int32)(BLOCK) for s in self.scalars)
+    @property
+    def types(self):
+        """The types behind its pointers."""
+        return [self.element_of(array) for array in self.signature.arrays]
 
     def element_of(self, array: Array):
         """The type that the kernel's pointer to an array has."""
@@ -66,13 +63,6 @@ class Kernel(QuantizerEntry):
     def scaled_pair(self, words: list, inverses: Uint32, format: Format):
         """`convert.scaled_pair`, for this entry's floats."""
         return convert.scaled_pair(words, inverses, self.conversion(format))
-
-    @cute.jit
-    def __call__(self, pointers, scalars):
-        # The real grid is the launch rule's.
-        self.kernel(pointers, scalars).launch(
-            grid=[1, 1, 1], block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1]
-        )
 
 
 @cute.jit

@@ -24,12 +24,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.cutedsl.kernel import mapped, two_of_block
 from jax_mx.kernels.cutedsl.products import NO_ADDRESS, ProductEntry, load_shared, vector
+from jax_mx.launch.rule import Extent, Factor
 
 LINE = 64  # bytes of a row of W in a stage
 

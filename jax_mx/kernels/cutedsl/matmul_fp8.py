@@ -23,7 +23,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3
-from jax_mx.facts.launch import Factor
 from jax_mx.facts.product_kernels import RESULTS, ProductKernel
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.facts.windows import ROW
@@ -37,6 +36,7 @@ from jax_mx.kernels.cutedsl.products import (
     store_if,
     vector,
 )
+from jax_mx.launch.rule import Factor
 
 LINE = 128  # codes of a row in a stage
 PER_LINE = LINE // BLOCK  # bytes of scales of a row in a stage

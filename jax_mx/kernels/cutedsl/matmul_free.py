@@ -14,7 +14,6 @@ from cutlass import (
 )
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.product_kernels import UNIT, ProductKernel
 from jax_mx.facts.signatures import Array
 from jax_mx.kernels.cutedsl import convert
@@ -33,6 +32,7 @@ from jax_mx.kernels.cutedsl.products import (
     load_shared,
     vector,
 )
+from jax_mx.launch.rule import Extent, Factor
 
 
 class Free(Warps):

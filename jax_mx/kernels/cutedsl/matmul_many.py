@@ -38,7 +38,6 @@ from cutlass import (
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.launch import Factor
 from jax_mx.facts.product_kernels import RESULTS, ProductKernel
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
@@ -51,6 +50,7 @@ from jax_mx.kernels.cutedsl.products import (
     load_shared,
     store_if,
 )
+from jax_mx.launch.rule import Factor
 
 LINE = 64  # bytes of a row of W in a stage
 

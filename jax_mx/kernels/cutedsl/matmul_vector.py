@@ -21,7 +21,6 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.launch import Extent, Factor
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import EPILOGUE, Array
 from jax_mx.kernels.cutedsl import convert
@@ -32,6 +31,7 @@ from jax_mx.kernels.cutedsl.matmul_few import (
     scaled_e2m1,
 )
 from jax_mx.kernels.cutedsl.products import NO_ADDRESS, ProductEntry, vector
+from jax_mx.launch.rule import Extent, Factor
 
 LINE = 64  # bytes of a row of W that four lanes load at once
 STEP = 4  # blocks of a row, whose scales are a word

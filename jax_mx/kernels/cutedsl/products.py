@@ -14,7 +14,11 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
-from jax_mx.facts.launch import (
+from jax_mx.facts.product_kernels import RESULTS, ProductKernel
+from jax_mx.facts.signatures import EPILOGUE, Array, Role, signature_of
+from jax_mx.kernels import tuning
+from jax_mx.kernels.cutedsl import convert
+from jax_mx.launch.rule import (
     Extent,
     Factor,
     GridTerm,
@@ -28,10 +32,6 @@ from jax_mx.facts.launch import (
     constant,
     multiprocessors,
 )
-from jax_mx.facts.product_kernels import RESULTS, ProductKernel
-from jax_mx.facts.signatures import EPILOGUE, Array, Role, signature_of
-from jax_mx.kernels import tuning
-from jax_mx.kernels.cutedsl import convert
 
 HEAD = 1024  # bytes of shared memory before the tiles: barriers
 NO_ADDRESS = 1 << 62  # a multiple of it is the pointer to an array that is not there, no other

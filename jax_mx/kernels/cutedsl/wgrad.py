@@ -29,11 +29,11 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from jax_mx.facts.launch import Extent, Factor, Length, TensorMap
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array
 from jax_mx.kernels.cutedsl.products import HEAD, ProductEntry, element
 from jax_mx.kernels.cutedsl.wgrad_fp8 import Contracted
+from jax_mx.launch.rule import Extent, Factor, Length, TensorMap
 
 BOX = 64  # rows and columns of what TMA copies at once: 128 bytes a row
 STEP = 16  # rows that wgmma contracts

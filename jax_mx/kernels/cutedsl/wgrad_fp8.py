@@ -10,10 +10,10 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.launch import Extent
 from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.kernels.cutedsl.matmul_fp8 import LINE, PER_LINE, Fp8Stages, Windows
 from jax_mx.kernels.cutedsl.products import Plain, ProductEntry, element
+from jax_mx.launch.rule import Extent
 
 
 def extents_of(entry: ProductEntry) -> list[Extent]:

@@ -27,7 +27,6 @@ from flydsl.expr import (
 )
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Format
-from jax_mx.facts.launch import Extent, Factor, GridTerm, Scalar, constant
 from jax_mx.facts.layouts import SHUFFLED_32X8
 from jax_mx.facts.product_kernels import RESULTS, ProductKernel
 from jax_mx.facts.signatures import Array, Role, signature_of
@@ -46,6 +45,7 @@ from jax_mx.kernels.flydsl.kernel import (
     tiles_of,
 )
 from jax_mx.kernels.geometry import Extents, Place
+from jax_mx.launch.rule import Extent, Factor, GridTerm, Scalar, constant
 
 SIDE = 16  # rows of x, and of W, that a matrix instruction multiplies
 WAVES = 2  # below each other in a tile, and beside each other

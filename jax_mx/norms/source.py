@@ -119,7 +119,7 @@ class NormSource(Source):
     # ---- floats ---
     def compute(self, x: Any, *other: Any) -> list[Any]:
         """The floats, the factors of rows, the sum, and the floats again."""
-        from jax_mx import reference
+        from jax_mx.norms import reference
 
         *residual, weight = other
         x = reference.added(x, *residual) if residual else x
@@ -128,7 +128,7 @@ class NormSource(Source):
 
     def in_steps(self, quantize: Callable[..., list], x: Any, *other: Any) -> list[Any]:
         """XLA adds, before a kernel that norms the sum, if there is one."""
-        from jax_mx import reference
+        from jax_mx.norms import reference
 
         if not self.added:
             return super().in_steps(quantize, x, *other)

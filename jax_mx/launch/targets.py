@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.interpreters import mlir
 
-from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts import chips as chip_table
-from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering import store
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch import store
 
 
 class Emulated(NamedTuple):
@@ -142,11 +140,11 @@ def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
 
 
 class Target(NamedTuple):
-    """What a call is lowered for.
+    """A platform and its chips, for which a call is lowered.
 
     Attributes:
       platform: JAX's name of it.
-      chips: as drivers name them; None for an export, which `primitive._support` finds chips for.
+      chips: as drivers name them; None for an export, which whoever lowers finds chips for.
       device: of the stand-in driver, in emulation.
       partitioned: whether XLA splits the program among several devices, at least along some axes.
       devices: among how many.
@@ -174,12 +172,12 @@ class Target(NamedTuple):
         """Whether the program carries its kernels, as it may leave this machine."""
         return self.chips is None
 
-    def shards_of(self, length: Any) -> int:
-        """How many windows "shard" an axis has: one for each device, or one, a row.
+    def shards_of(self, length: Any, unit: int) -> int:
+        """In how many equal parts devices may have an axis: one for each device, or one.
 
-        A row where an equal part for each device would not hold whole blocks.
+        One where a part for each device would not hold whole units.
         """
-        if is_symbolic(length) or length % (self.devices * BLOCK):
+        if jax.export.is_symbolic_dim(length) or length % (self.devices * unit):
             return 1
         return self.devices
 

@@ -18,10 +18,10 @@ import ml_dtypes
 import numpy as np
 from tinygrad.renderer.amd import decode_inst
 
-from jax_mx.facts.code_object import CodeObject, Kernel
-from jax_mx.testing import instructions as isa
-from jax_mx.testing.instructions import F32, F64, I32, I64, U32, U64
-from jax_mx.testing.memory import Fault, Global, Shared
+from jax_mx.launch.code_object import CodeObject, Kernel
+from jax_mx.launch.emulation import instructions as isa
+from jax_mx.launch.emulation.instructions import F32, F64, I32, I64, U32, U64
+from jax_mx.launch.emulation.memory import Fault, Global, Shared
 
 ORDERS = ("lockstep", "serial", "reversed")  # how the waves of a workgroup run between barriers
 VCC, EXEC, SCC, LITERAL = 106, 126, 253, 255

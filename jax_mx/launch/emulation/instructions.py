@@ -268,6 +268,8 @@ SCALAR: Mapping[str, Op] = {
     "s_sub_i32": ("ii", _with_overflow(np.subtract)),
     "s_mul_i32": ("uu", lambda x, y, _: (x * y, None)),
     "s_mul_hi_u32": ("uu", lambda x, y, _: (low(wide(x) * wide(y) >> U64(32)), None)),
+    "s_mul_hi_i32": ("ii",
+        lambda x, y, _: (bits((wide(x) * wide(y) >> I64(32)).astype(I32)), None)),
     "s_and_b32": ("uu", _nonzero(np.bitwise_and)),
     "s_or_b32": ("uu", _nonzero(np.bitwise_or)),
     "s_xor_b32": ("uu", _nonzero(np.bitwise_xor)),

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from jax_mx import _ffi
-from jax_mx.facts.code_object import CodeObject
-from jax_mx.testing.emulator import ORDERS, Emulator
-from jax_mx.testing.memory import Fault, Global
+from jax_mx.launch.code_object import CodeObject
+from jax_mx.launch.emulation.emulator import ORDERS, Emulator
+from jax_mx.launch.emulation.memory import Fault, Global
 
 INVALID_DEVICE, NO_BINARY, NOT_FOUND, LAUNCH_FAILURE = 101, 209, 500, 719  # hipError_t
 NAMES = {
