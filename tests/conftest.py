@@ -108,8 +108,13 @@ def pytest_configure(config):
         hypothesis.settings.load_profile(profile)
 
 
-def pytest_collection():
-    """Thousands of tests are there to stay: nothing of them is garbage, now or later."""
+def pytest_collection(session):
+    """Thousands of tests are there to stay: nothing of them is garbage, now or later.
+
+    What modules compute when they are imported is compiled quickly.
+    """
+    global _quick
+    _quick = not session.config.getoption("--thorough")
     gc.disable()
 
 

@@ -444,6 +444,11 @@ def random_bits(shape: tuple[int, ...], dtype, seed: int = 0) -> np.ndarray:
     return bits.astype(f"uint{width}").view(dtype).reshape(shape)
 
 
+def normal(shape: tuple[int, ...], seed: int = 0, dtype="float32") -> jax.Array:
+    """Random numbers by NumPy: JAX's generator is a program to compile for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
 def hard_blocks(dtype) -> np.ndarray:
     """(2500, 32): any bits; of one binade and few; about the least normal number; zeros."""
     x = random_bits((2500, BLOCK), dtype, seed=3)

@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_refused, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_mx
-from tests.helpers import assert_refused
 
-X = jax.random.normal(jax.random.key(0), (32, 64))
-W = jax.random.normal(jax.random.key(1), (64, 64)) / 8
+X, W = normal((32, 64)), normal((64, 64), 1) / 8
 MESH = jax.sharding.Mesh(jax.devices()[:1], ("d",), axis_types=(AxisType.Auto,))
 SCALE = 1.5
 
