@@ -168,6 +168,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
+def others_frozen():
+    """Looking for leaks takes seconds, unless what other tests left is not looked at."""
+    gc.freeze()
+
+
+@pytest.fixture
 def gpu_is_missing():
     pytest.fail(f"JAX_MX_REQUIRE_GPU=1, and JAX sees only {jax.devices()}")
 

@@ -634,6 +634,16 @@ def in_turn(rows: Iterable, columns: Iterable) -> list:
     ]
 
 
+def covering(items: Iterable, has: Callable) -> list:
+    """Some of the items that have, between them, what all have: `has` gives a set for each."""
+    items, some = [*items], []
+    missing = set().union(*map(has, items))
+    while missing:
+        some.append(max(items, key=lambda item: len(missing & has(item))))
+        missing -= has(some[-1])
+    return some
+
+
 def with_table(text: str, name: str, lines: Iterable[str]) -> str:
     """The text with the table of that name written anew."""
     pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- /{name} -->)"

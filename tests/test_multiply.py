@@ -356,6 +356,7 @@ def test_explain_and_counts_see_a_step_once():
 
 
 @pytest.mark.sampled(2, 1)
+@pytest.mark.usefixtures("others_frozen")
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_hold_no_arrays(name):
     """No tracer leaks by way of what a step is traced from; without jit nothing is kept at all."""
@@ -392,6 +393,7 @@ def test_a_checkpoint_keeps_steps_whole_and_its_first_pass_keeps_no_form():
             assert [operand.wanted for operand in operands] == [(True, False)] * 2
 
 
+@pytest.mark.usefixtures("others_frozen")
 def test_without_jit_nothing_is_compiled_or_kept():
     x, w = numbers((64, 64), 1), numbers((64, 64), 2)
     f = functools.partial(with_gradients, jax_mx.matmul)
