@@ -3,6 +3,7 @@
 import collections
 import functools
 import gc
+import itertools
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ import jax
 import pytest
 from helpers import lowered_apart, stand_in
 from jax._src import compiler
+from jax._src.interpreters import mlir
 
 from jax_mx.facts import verified
 from jax_mx.facts.chips import ARCHS, arch_of, dsl_of
@@ -54,6 +56,13 @@ def _with_quick_options(get_compile_options):
 
 
 compiler.get_compile_options = _with_quick_options(compiler.get_compile_options)
+
+
+# What MLIR knows of its dialects is made once for a hundred programs, not anew for each: that takes
+# a third of the time of a small one.
+_uses = itertools.count()
+_of_turn = functools.lru_cache(1)(lambda turn, make=mlir.make_ir_context: make())
+mlir.make_ir_context = lambda: _of_turn(next(_uses) // 100)
 
 
 def as_users_do(item) -> bool:
