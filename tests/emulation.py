@@ -55,7 +55,7 @@ def few(binaries) -> list[tuple]:
 
 
 # Those that tests share by default, as to compile one takes longer than to test it.
-FEW = few(binaries_of(FLYDSL))
+FEW = few(sorted(binaries_of(FLYDSL), key=lambda binary: binary[1], reverse=True))
 
 
 def each_binary(variants, turn: int | None = None):
