@@ -122,7 +122,7 @@ in_checkout = pytest.mark.skipif(not README.exists(), reason="beside a wheel the
 
 
 # XLA compiles their programs quickly, as conftest.py says; of several devices it may not.
-ON_ONE_DEVICE = ("export_and_run", "gpt_oss", "quantize_safetensors", "serve")
+ON_ONE_DEVICE = "export_and_run gpt_oss lora quantize_safetensors random_llama serve".split()
 
 
 # ---- the README ----------------------------------------------------------------------------------
