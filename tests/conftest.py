@@ -177,6 +177,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
+def promoting():
+    """JAX's default, which flax and others rely on; other tests run under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
 def others_frozen():
     """Looking for leaks takes seconds, unless what other tests left is not looked at."""
     gc.freeze()

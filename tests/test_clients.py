@@ -29,13 +29,6 @@ pytestmark = [
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 8, (4, 33)), jnp.int32)
 
 
-@pytest.fixture
-def promoting():
-    """JAX's default, which these libraries rely on; other tests run under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def client(name):
     """A test of a library, marked so, and skipped where it is missing."""
     missing = find_spec(name) is None

@@ -13,13 +13,6 @@ pytestmark = pytest.mark.usefixtures("promoting")
 PLAIN = (((1,), (0,)), ((), ()))
 
 
-@pytest.fixture
-def promoting():
-    """JAX's default; other tests run under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.mark.parametrize(
     ("lhs", "rhs", "how", "call"),
     [

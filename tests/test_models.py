@@ -19,11 +19,7 @@ MX = {"mxfp8": jax_mx.dot_general}
 MX["mxfp4"] = functools.partial(jax_mx.dot_general, recipe=jax_mx.MXFP4)
 
 
-@pytest.fixture(autouse=True)
-def as_flax_promotes():
-    """flax leaves it to JAX to promote types, which other tests forbid."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promoting")
 
 
 def in_bf16(lhs, rhs, numbers, precision=None, preferred_element_type=None, **options):
