@@ -30,6 +30,7 @@ from jaxlib.mlir import ir
 import jax_mx
 from jax_mx.facts import amd, toolchains
 from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.product_kernels import archs_of
 from jax_mx.facts.variants import layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import existing
@@ -167,9 +168,11 @@ def test_layouts_differ_as_documents_say():
     for v in EVERY:
         more = v.implementation == "flydsl" or {f.name for f in v.formats} == {"mxfp4_e2m1"}
         tiled = ("blocked_128x4", "shuffled_32x8")[: 1 + more]
+        plain = v.form.is_square or v.gives_floats or v.finds_amaxes
         gradient = isinstance(v.source, GradientSource)
-        plain = v.form.is_square or gradient or v.gives_floats or v.finds_amaxes
-        assert layouts_of(v) == (("row_major",) if plain else ("row_major", *tiled))
+        for arch in archs_of(v):
+            own = ("blocked_128x4",) * (arch == "sm_100f") if gradient else tiled
+            assert layouts_of(v, arch) == ("row_major", *(() if plain else own))
 
 
 # ---- the path of a tensor ---

@@ -267,11 +267,13 @@ def has_one_format(variant: Variant, *formats: Format) -> bool:
     return alike and (not formats or variant.formats[0] in formats)
 
 
-def layouts_of(variant: Variant) -> tuple[str, ...]:
-    """The scale layouts that a variant's binary has entries for."""
+def layouts_of(variant: Variant, arch: str = "") -> tuple[str, ...]:
+    """The scale layouts that a variant's binary has entries for, of an arch; "": of some arch."""
     alone = variant.form.is_square or variant.gives_floats or variant.finds_amaxes
-    if alone or not variant.source.tiled_scales:
+    if alone:
         return ("row_major",)
+    if archs := variant.source.tiled_on:
+        return ("row_major", "blocked_128x4")[: 1 + (not arch or arch in archs)]
     return scale_layouts_of(variant.implementation, variant.formats)
 
 

@@ -246,6 +246,9 @@ def _one_kernel(dsl: str, plan: AnyPlan, chips: Sequence[str]) -> Support:
         if arch not in archs_of(variant):
             why = f"{dsl} has no kernel {variant.name} for {chip}: its registers do not hold a tile"
             return _refused(dsl, plan.name, why)
+        if isinstance(plan, Plan) and plan.scale_layout.name not in layouts_of(variant, arch):
+            why = f"{dsl} has no kernel {variant.name} for {chip} and scale_layout {plan.launch}"
+            return _refused(dsl, plan.name, why)
         if _asks_store.get() and (advice := store.obstacle(variant, arch)):
             return _refused(dsl, plan.name, store.lacking(variant, arch), advice)
     return Support(dsl, (variant,))

@@ -376,10 +376,9 @@ class Unquantized:
 
     @property
     def _scale_layout(self) -> ScaleLayout:
-        """Where scales lie: of square blocks and of gradients kernels write them in rows alone."""
+        """Where scales lie: of square blocks kernels write them in rows alone."""
         own = self.activation.own if self.has_sums else self.activation
-        alone = self.blocks.square or getattr(own, "gradient", None) is not None
-        if alone or self.moves:
+        if self.blocks.square or self.moves:
             return ROW_MAJOR
         is_made = self.rows is not None or own is not None or any(self.pads)
         if is_made:

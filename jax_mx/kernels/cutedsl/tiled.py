@@ -310,6 +310,13 @@ class Tiled(Kernel):
         within = tile * of_part + place % of_part
         return within, place // of_part * length + within
 
+    def among_tiles(self, tile, place, size: int, length, pad: int):
+        """Where a row, or column, of scales in tiles lies among those of all parts."""
+        within, at = self.among(tile, place, size, length)
+        part = place // (size // self.parts)
+        padding = geometry.padding_of_parts(within, part, self.parts, length, pad)
+        return Int32(select(within < length, at, padding))
+
     def corner(self, at: Tile, lane: Lane) -> tuple:
         """Where a lane's patch begins: its row; its column in its part, and in the row."""
         first = at.row * self.tile.rows + lane.row
@@ -1171,7 +1178,7 @@ class Tiled(Kernel):
         whole = cutlass.Boolean(True)
         if const_expr(not self.aligned):
             whole = whole & (scales.toint() % unit == 0)
-        if const_expr(self.layout.is_tiled):
+        if const_expr(self.layout.is_tiled and (self.parts == 1 or self.is_turned(result))):
             self.store_pieces(sS, scales, result, to, thread, unit, whole)
         elif whole & (to.cols % unit == 0):
             self.store_pieces(sS, scales, result, to, thread, unit, True)
@@ -1198,10 +1205,16 @@ class Tiled(Kernel):
         for step in cutlass.range(steps, unroll=1):
             index = step * self.tile.threads + thread
             row, col = tile_r * in_row + index // each, tile_c * in_col + index % each * unit
+            size: cutlass.Constexpr = Extents(rows, cols)
             if const_expr(self.layout.is_tiled):
-                offset, inside = offset_in_tiles(
-                    self.layout, Place(batch, row, col), Extents(rows, cols)
-                )
+                if const_expr(self.parts > 1 and self.is_turned(result)):
+                    row = self.among_tiles(tile_r, index // each, in_row, rows, self.layout.pad[0])
+                    size: cutlass.Constexpr = Extents(rows * self.parts, cols)
+                elif const_expr(self.parts > 1):
+                    place = index % each * unit
+                    col = self.among_tiles(tile_c, place, in_col, cols, self.layout.pad[1])
+                    size: cutlass.Constexpr = Extents(rows, cols * self.parts)
+                offset, inside = offset_in_tiles(self.layout, Place(batch, row, col), size)
             else:
                 offset = (Int64(batch) * rows + row) * cols + col
                 inside = (row < rows) & (col < cols)
@@ -1217,7 +1230,7 @@ class Tiled(Kernel):
             if (index < total) & inside:
                 piece = cute.make_tensor(sS.iterator + index * unit, cute.make_layout(unit))
                 if const_expr(self.layout.is_tiled and self.pads_with_scales(result)):
-                    self.clear_padding(piece, row, col, rows, cols)
+                    self.clear_padding(piece, row, col, *size)
                 if whole:
                     rS = cute.make_rmem_tensor(unit, Uint8)
                     cute.autovec_copy(piece, rS)
