@@ -15,14 +15,17 @@ from exact import assert_equal, assert_equal_or_flushed, changed, integers, want
 from exact import floats as random_floats
 
 import jax_mx
-from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
-from jax_mx.facts.layouts import BLOCKED_128X4
-from jax_mx.lowering import partition, store, targets
+from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Scaling
+from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR_VALUES
+from jax_mx.facts.preprocessing import NO_PREPROCESSING
+from jax_mx.lowering import partition, registry, store, targets
+from jax_mx.lowering.plan import Plan
 from jax_mx.products import multiply, reads, splitting, tcgen05, tcgen05_kernel
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.splitting import as_traced
+from jax_mx.sources.gated_gradient import GradientSource
 
 utils = pytest.importorskip("jax.experimental.mosaic.gpu.utils")
 executed = pytest.mark.skipif(bool(mosaic.missing()), reason=mosaic.missing())
@@ -405,6 +408,44 @@ def test_layers_by_the_kernel(name, recipe, on_blackwell, monkeypatch):
     assert names == ["tcgen05"] * 3
     for y, wants in zip(got, want, strict=True):
         assert_equal(y, np.asarray(wants))
+
+
+def perceptron(interleaved=False):
+    """The gradients of a perceptron, and operands: gates end, and ups begin, inside a tile."""
+
+    def loss(*args):
+        y = jax_mx.mlp(*args, recipe="mxfp8", residuals="floats", interleaved=interleaved)
+        return y.astype(jnp.float32).sum()
+
+    operands = (rng(i).integers(-2, 3, s) for i, s in enumerate([(160, 64), (64, 192), (96, 64)]))
+    return jax.grad(loss, (0, 1, 2)), [jnp.asarray(a, jnp.bfloat16) for a in operands]
+
+
+def test_gradients_of_an_activation_lie_in_tiles(on_blackwell):
+    """One kernel for sm_100f writes them."""
+    step, operands = perceptron()
+    calls = [*multiply.contractions_in(jax.make_jaxpr(step)(*operands).jaxpr)]
+    assert len(calls) == 6
+    assert {q.scale_layout for c in calls for q in (c.lhs, c.rhs)} == {BLOCKED_128X4}
+    how = {"scaling": Scaling.RCEIL, "scale_layout": BLOCKED_128X4, "transpose": True}
+    how |= {"source": GradientSource(), "value_layouts": (ROW_MAJOR_VALUES,) * 2}
+    how["preprocessing"] = (NO_PREPROCESSING,) * 2
+    plan = Plan("quantize_both", np.dtype(jnp.bfloat16), (MXFP8_E4M3,) * 2, **how)
+    with registry.by_tables():
+        served = [registry.chosen(plan, "cuda", [chip]) for chip in ("sm_103", "sm_90")]
+    assert [s.implementation for s in served] == ["cutedsl"] * 2
+    assert [s.via_floats for s in served] == [False, True]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_in_tiles_are_those_in_rows(interleaved, on_blackwell):
+    step, operands = perceptron(interleaved)
+    own = step(*operands)
+    with targets.traced_for(("sm_90",)):
+        other = step(*operands)
+    for mine, theirs in zip(own, other, strict=True):
+        assert_equal(mine, np.asarray(theirs, np.float32))
 
 
 # ---- what serves what ---

@@ -229,7 +229,8 @@ class Unquantized:
       across: for each reader the axes of a shard_map among whose devices a row lies that it
         contracts.
       number: of the operand among those that one call rounds at random by one key.
-      moves: whether its forms are gathered from several devices, which takes scales in rows.
+      moves: whether its rows move one by one, with their scales.
+      joined: the mesh on which devices' parts of its forms are joined; or None.
     """
 
     x: Any
@@ -244,6 +245,7 @@ class Unquantized:
     across: tuple[Any, Any] = dataclasses.field(default=((), ()), metadata={"static": True})
     number: int = dataclasses.field(default=0, metadata={"static": True})
     moves: bool = dataclasses.field(default=False, metadata={"static": True})
+    joined: Any = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of(
@@ -377,19 +379,24 @@ class Unquantized:
     @property
     def _scale_layout(self) -> ScaleLayout:
         """Where scales lie: of square blocks kernels write them in rows alone."""
-        own = self.activation.own if self.has_sums else self.activation
         if self.blocks.square or self.moves:
             return ROW_MAJOR
-        is_made = self.rows is not None or own is not None or any(self.pads)
-        if is_made:
-            return layout_for_trace()
-        return layout_for_trace(self.x.shape, tuple(jax.typeof(self.x).sharding.spec))
+        return layout_for_trace(self._type, self.joined)
+
+    def _type(self) -> Any:
+        """The shape of what is quantized, and on explicit meshes how it is split."""
+        x = padded(self.x, self.pads) if any(self.pads) else self.x
+        return jax.eval_shape(self._made, x)
+
+    def _made(self, x: jax.Array) -> jax.Array:
+        """The floats that `quantize` would make of x."""
+        x = x if self.rows is None else reference.rows_of(x, self.rows)
+        own = self.activation.own if self.has_sums else self.activation
+        return x if own is None else made("quantize", x, own)
 
     def _floats(self, x: jax.Array) -> jax.Array:
         """The floats that `quantize` would take, in bfloat16 unless the recipe leaves floats."""
-        x = x if self.rows is None else reference.rows_of(x, self.rows)
-        own = self.activation.own if self.has_sums else self.activation
-        x = x if own is None else made("quantize", x, own)
+        x = self._made(x)
         return x.astype(jnp.bfloat16) if self.recipe.rounds else x
 
     def _sums_with(self, parts: list[_Part]) -> bool:
