@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from exact import assert_equal, assert_equal_or_flushed, changed, integers, wanted
 from exact import floats as random_floats
+from helpers import assert_bits_equal
 
 import jax_mx
 from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Scaling
-from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR_VALUES
+from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.lowering import partition, registry, store, targets
 from jax_mx.lowering.plan import Plan
@@ -627,6 +628,37 @@ def test_tiles_are_split_as_rows_are(where, on_blackwell):
         assert text.count(f" {op}(") == text_of_rows.count(f" {op}("), op
     for mine, theirs in zip(y, want, strict=True):
         assert_equal(mine, np.asarray(theirs))
+
+
+@pytest.mark.sampled(3, 1)
+@pytest.mark.parametrize("where", ["shard_map", "auto", "explicit"])
+def test_gathered_weights_keep_their_tiles(where, on_blackwell):
+    """Where parts have whole tiles, what products read is what one device quantizes."""
+    kind = jax.sharding.AxisType.Explicit if where == "explicit" else jax.sharding.AxisType.Auto
+    mesh, spec = jax.make_mesh((2,), ("a",), axis_types=(kind,)), jax.sharding.PartitionSpec("a")
+
+    def forms(weight):
+        return [weight.contracted_form, weight.free_form]
+
+    for rows, layout in ((512, BLOCKED_128X4), (448, ROW_MAJOR)):
+        w = jnp.asarray(rng().integers(-2, 3, (rows, 256)), jnp.float32)
+
+        def gathered(w, layout=layout):
+            every = forms(jax_mx.gather_weight(w, spec, "mxfp8"))
+            assert {form.array.scale_layout for form in every} == {layout}
+            return jax.tree.leaves(every)
+
+        whole = jax.tree.leaves(forms(jax_mx.MXFP8.quantize_weight(w)))
+        if where == "shard_map":
+            how = {"in_specs": spec, "out_specs": jax.sharding.PartitionSpec(), "check_vma": False}
+            gathered = jax.shard_map(gathered, mesh=mesh, **how)
+        with jax.set_mesh(mesh):
+            w = jax.device_put(w, jax.sharding.NamedSharding(mesh, spec))
+            if layout == ROW_MAJOR:
+                jax.eval_shape(gathered, w)
+                continue
+            for mine, theirs in zip(jax.jit(gathered)(w), whole, strict=True):
+                assert_bits_equal(mine, theirs)
 
 
 @executed
