@@ -310,13 +310,6 @@ class Tiled(Kernel):
         within = tile * of_part + place % of_part
         return within, place // of_part * length + within
 
-    def among_tiles(self, tile, place, size: int, length, pad: int):
-        """Where a row, or column, of scales in tiles lies among those of all parts."""
-        within, at = self.among(tile, place, size, length)
-        part = place // (size // self.parts)
-        padding = geometry.padding_of_parts(within, part, self.parts, length, pad)
-        return Int32(select(within < length, at, padding))
-
     def corner(self, at: Tile, lane: Lane) -> tuple:
         """Where a lane's patch begins: its row; its column in its part, and in the row."""
         first = at.row * self.tile.rows + lane.row
@@ -1205,16 +1198,10 @@ class Tiled(Kernel):
         for step in cutlass.range(steps, unroll=1):
             index = step * self.tile.threads + thread
             row, col = tile_r * in_row + index // each, tile_c * in_col + index % each * unit
-            size: cutlass.Constexpr = Extents(rows, cols)
             if const_expr(self.layout.is_tiled):
-                if const_expr(self.parts > 1 and self.is_turned(result)):
-                    row = self.among_tiles(tile_r, index // each, in_row, rows, self.layout.pad[0])
-                    size: cutlass.Constexpr = Extents(rows * self.parts, cols)
-                elif const_expr(self.parts > 1):
-                    place = index % each * unit
-                    col = self.among_tiles(tile_c, place, in_col, cols, self.layout.pad[1])
-                    size: cutlass.Constexpr = Extents(rows, cols * self.parts)
-                offset, inside = offset_in_tiles(self.layout, Place(batch, row, col), size)
+                at = Place(batch, row, col)
+                at, size = self.in_tiles(result, to, sS, at, (index, each, unit))
+                offset, inside = offset_in_tiles(self.layout, at, size)
             else:
                 offset = (Int64(batch) * rows + row) * cols + col
                 inside = (row < rows) & (col < cols)
@@ -1230,7 +1217,7 @@ class Tiled(Kernel):
             if (index < total) & inside:
                 piece = cute.make_tensor(sS.iterator + index * unit, cute.make_layout(unit))
                 if const_expr(self.layout.is_tiled and self.pads_with_scales(result)):
-                    self.clear_padding(piece, row, col, *size)
+                    self.clear_padding(piece, at.row, at.col, *size)
                 if whole:
                     rS = cute.make_rmem_tensor(unit, Uint8)
                     cute.autovec_copy(piece, rS)
@@ -1240,6 +1227,35 @@ class Tiled(Kernel):
                     mS = cute.make_tensor(scales + offset, cute.make_layout(unit))
                     for c in range_constexpr(unit):
                         mS[c] = piece[c]
+
+    def in_tiles(
+        self, result: Output, to: Tile, sS, at: Place, piece: tuple
+    ) -> tuple[Place, Extents]:
+        """Where a piece of a tile of scales lies in the matrix of all parts, and its size.
+
+        Args:
+          result: whose scales they are.
+          to: the tile.
+          sS: its scales.
+          at: where the piece lies in the matrix of one part.
+          piece: its number in the tile, how many pieces a row has, how many scales a piece.
+        """
+        size, parts, pads = Extents(to.rows, to.cols), self.parts, self.layout.pad
+        if parts == 1:
+            return at, size
+        (in_col, in_row), (index, each, unit) = sS.shape, piece
+        if self.is_turned(result):
+            row = self.among_parts(to.row, index // each, in_row, to.rows, pads[0])
+            return at._replace(row=row), size._replace(rows=to.rows * parts)
+        col = self.among_parts(to.col, index % each * unit, in_col, to.cols, pads[1])
+        return at._replace(col=col), size._replace(cols=to.cols * parts)
+
+    def among_parts(self, tile, place, size: int, length, pad: int):
+        """What `among` says, and of what is beyond a part where it is padding."""
+        within, at = self.among(tile, place, size, length)
+        part = place // (size // self.parts)
+        padding = geometry.padding_of_parts(within, part, self.parts, length, pad)
+        return Int32(select(within < length, at, padding))
 
     def pads_with_scales(self, result: Output) -> bool:
         """Whether blocks beyond the array have scales: those of zeros, or of a window's rest.
