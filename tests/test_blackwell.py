@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from exact import assert_equal, assert_equal_or_flushed, changed, integers, wanted
 from exact import floats as random_floats
-from helpers import assert_bits_equal
+from helpers import assert_bits_equal, random_bits
 
 import jax_mx
-from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Scaling
+from jax_mx.facts.formats import FORMATS, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Scaling
 from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.preprocessing import NO_PREPROCESSING
+from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
+from jax_mx.facts.windows import SQUARE
 from jax_mx.lowering import partition, registry, store, targets
 from jax_mx.lowering.plan import Plan
 from jax_mx.products import multiply, reads, splitting, tcgen05, tcgen05_kernel
@@ -422,20 +423,42 @@ def perceptron(interleaved=False):
     return jax.grad(loss, (0, 1, 2)), [jnp.asarray(a, jnp.bfloat16) for a in operands]
 
 
+def both_ways(formats, **how):
+    """What serves a quantizer that writes both directions, with tiles, on a B300 and an H100."""
+    how = {"preprocessing": (NO_PREPROCESSING,) * 2, "transpose": True} | how
+    how |= {"scaling": Scaling.RCEIL, "value_layouts": (ROW_MAJOR_VALUES,) * 2}
+    plan = Plan("quantize_both", np.dtype("bfloat16"), formats, scale_layout=BLOCKED_128X4, **how)
+    with registry.by_tables():
+        return [registry.chosen(plan, "cuda", [chip]) for chip in ("sm_103", "sm_90")]
+
+
 def test_gradients_of_an_activation_lie_in_tiles(on_blackwell):
     """One kernel for sm_100f writes them."""
     step, operands = perceptron()
     calls = [*multiply.contractions_in(jax.make_jaxpr(step)(*operands).jaxpr)]
     assert len(calls) == 6
     assert {q.scale_layout for c in calls for q in (c.lhs, c.rhs)} == {BLOCKED_128X4}
-    how = {"scaling": Scaling.RCEIL, "scale_layout": BLOCKED_128X4, "transpose": True}
-    how |= {"source": GradientSource(), "value_layouts": (ROW_MAJOR_VALUES,) * 2}
-    how["preprocessing"] = (NO_PREPROCESSING,) * 2
-    plan = Plan("quantize_both", np.dtype(jnp.bfloat16), (MXFP8_E4M3,) * 2, **how)
-    with registry.by_tables():
-        served = [registry.chosen(plan, "cuda", [chip]) for chip in ("sm_103", "sm_90")]
+    served = both_ways((MXFP8_E4M3,) * 2, source=GradientSource())
     assert [s.implementation for s in served] == ["cutedsl"] * 2
     assert [s.via_floats for s in served] == [False, True]
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
+def test_square_blocks_are_written_for_each_reader(format, on_blackwell):
+    """As the one array expands along either axis; one kernel for sm_100f writes both."""
+    recipe = jax_mx.Recipe(lhs=format, rhs=format, gradient=format, block=(32, 32))
+    w = jnp.asarray(random_bits((96, 160), "bfloat16"))
+    forms = recipe.quantize_weight(w)
+    square = jax_mx.quantize(w, format, block=(32, 32))
+    for form, q in ((forms.contracted_form, square.mT), (forms.free_form, square)):
+        assert form.axis == -1
+        want = tiled(q.expand(-1))
+        assert (form.array.block, form.array.window) == (want.block, want.window)
+        for mine, theirs in ((form.array.values, want.values), (form.array.scales, want.scales)):
+            assert_bits_equal(mine, theirs)
+    own = (Preprocessing(window=SQUARE),) * 2
+    served = both_ways((FORMATS[format],) * 2, preprocessing=own)
+    assert [s.implementation for s in served] == ["cutedsl", "xla"]
 
 
 @pytest.mark.thorough

@@ -24,7 +24,7 @@ from jax_mx.facts.formats import (
 from jax_mx.facts.kinds import Kind
 from jax_mx.facts.signatures import Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
-from jax_mx.facts.windows import ROW, TILE, Window
+from jax_mx.facts.windows import ROW, SQUARE, TILE, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +186,7 @@ def kinds_of(variant: Variant) -> Iterator[tuple[Kind, ...]]:
     eights = {format.bits for format in formats} == {8}
     if variant.dtype == "float32" and eights:  # weights' masters
         yield from _kinds_of_rows(variant)
+    yield from _kinds_of_squares(variant)
     if not bfloat16:
         return
     if formats == _MIXED:  # `mxfp4_backward` of activations
@@ -198,6 +199,13 @@ def kinds_of(variant: Variant) -> Iterator[tuple[Kind, ...]]:
         yield from _kinds_of_rows(variant)
     if len({*formats}) == 1 and formats[0].bits != 6:
         yield from _FAKE.get(form, ())
+
+
+def _kinds_of_squares(variant: Variant) -> Iterator[tuple[Kind, ...]]:
+    """Square blocks for each reader of a weight, in one format that products take."""
+    one = len({*variant.formats}) == 1 and variant.formats[0].bits != 6
+    if one and variant.implementation == "cutedsl" and variant.form == directions.BOTH_TRANSPOSED:
+        yield (Kind(window=SQUARE),) * 2
 
 
 def _kinds_of_rows(variant: Variant) -> Iterator[tuple[Kind, ...]]:
@@ -221,8 +229,10 @@ def exists(variant: Variant, arch: str = "") -> bool:
     plain = plain and variant.dtype in _dtypes(variant.formats)
     if not (plain and variant.kinds in kinds_of(variant)):
         return False
-    if variant.source and not (variant.op == "quantize" and variant.source.has_kernel(variant)):
-        return False
+    if variant.source:
+        made = variant.op == "quantize" and variant.source.has_kernel(variant)
+        if not made or variant.window == SQUARE:
+            return False
     return not arch or _holds(arch, variant)
 
 
@@ -256,7 +266,7 @@ def is_operand(variant: Variant) -> bool:
     Registers do not hold tiles of windows of 256 both ways, of floats that a kernel makes.
     """
     fits = variant.window != 256 or not variant.form.is_both
-    plain = not variant.changes_elements and variant.window != ROW
+    plain = not variant.changes_elements and variant.window not in (ROW, SQUARE)
     whole = variant.formats[0].bits != 6 and not differ_in_bits(variant.formats)
     return variant.form in OPERANDS and fits and plain and whole
 
@@ -283,10 +293,13 @@ def takes_zero_scale(format: Format) -> bool:
 
 
 def _holds(arch: str, variant: Variant) -> bool:
-    """Whether an arch has a tile for a variant; others spill.
+    """Whether an arch has a tile for a variant, which others spill; and products that read it.
 
-    Of windows of 256 both ways sm_80 has none, of MXFP4's floats both ways sm_120f.
+    Of windows of 256 both ways sm_80 has none, of MXFP4's floats both ways sm_120f. Products of
+    sm_100f alone read square blocks that are written both ways.
     """
+    if variant.window == SQUARE:
+        return arch == "sm_100f"
     both = variant.implementation == "cutedsl" and variant.form.is_both
     floats = variant.kinds == (_DEQUANTIZED,) * 2 and variant.source == X
     if arch == "sm_120f" and floats and variant.formats[0] == MXFP4_E2M1:

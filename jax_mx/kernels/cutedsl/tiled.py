@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, rang
 from jax_mx.facts.directions import BOTH_TRANSPOSED, Blocks
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import takes_zero_scale
-from jax_mx.facts.windows import ROW, blocks_of
+from jax_mx.facts.windows import ROW, SQUARE, blocks_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.cutedsl import activations, convert
 from jax_mx.kernels.cutedsl.kernel import (
@@ -858,6 +858,9 @@ class Tiled(Kernel):
             col = (at.col * self.tile.cols + lane.col) // BLOCK
             size: cutlass.Constexpr = Extents(at.rows * BLOCK, at.cols // BLOCK)
             amaxes = self.given(row, col, (1, 0), beyond, size)
+        elif const_expr(self.variant.window == SQUARE):
+            index = lane.across % self.row_sharers
+            amaxes = [self.amax_of_square(rX)] * 2
         else:
             words = [
                 self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
@@ -893,6 +896,8 @@ class Tiled(Kernel):
             row = at.row * self.tile.down + lane.row // BLOCK
             col = at.col * self.tile.cols + lane.col + 2 * lane.down
             amaxes = self.given(row, col, (0, 1), beyond, Extents(at.rows, at.cols))
+        elif const_expr(self.variant.window == SQUARE):
+            amaxes = [self.amax_of_square(rX)] * 2
         elif const_expr(not self.is_found_together(result)):
             amaxes = self.amaxes_of_columns(rX, lane)
         if const_expr(beyond.shared is not None):
@@ -925,15 +930,7 @@ class Tiled(Kernel):
         beyond: cutlass.Constexpr,
     ):  # fmt: skip
         """Square blocks: two a warp. One pair for all."""
-        rW = cute.recast_tensor(rX, Uint32)
-        word = self.largest([rW[i] for i in range(cute.size(rW))])
-        offsets: cutlass.Constexpr = [1 << i for i in range(self.row_sharers.bit_length() - 1)] + [
-            self.lanes << i for i in range(self.column_sharers.bit_length() - 1)
-        ]
-        for offset in offsets:
-            other = cute.arch.shuffle_sync_bfly(word, offset=offset)
-            word = convert.larger_magnitude(word, other, self.dtype, self.arch)
-        amax = convert.largest_magnitude_bits(word, self.dtype)
+        amax = self.amax_of_square(rX)
         if const_expr(beyond.shared is not None):
             amax = self.windowed_square(amax, lane.row, lane.col, beyond)
         scale, inverse = self.scale_of(amax, result.format, rounding)
@@ -941,6 +938,18 @@ class Tiled(Kernel):
         if (row % BLOCK == 0) & (col % BLOCK == 0):
             self.put(sS, result, row // BLOCK, col // BLOCK, scale)
         return [convert.pair(inverse, inverse)]
+
+    def amax_of_square(self, rX):
+        """The amax of a lane's square block, which all lanes of it have."""
+        rW = cute.recast_tensor(rX, Uint32)
+        word = self.largest([rW[i] for i in range(cute.size(rW))])
+        offsets = [1 << i for i in range(self.row_sharers.bit_length() - 1)] + [
+            self.lanes << i for i in range(self.column_sharers.bit_length() - 1)
+        ]
+        for offset in offsets:
+            other = cute.arch.shuffle_sync_bfly(word, offset=offset)
+            word = convert.larger_magnitude(word, other, self.dtype, self.arch)
+        return convert.largest_magnitude_bits(word, self.dtype)
 
     def factors(self, inverses: list, result: Output, w: int, i: int):
         """The pair of factors of columns 2 * w and 2 * w + 1 in row i."""
