@@ -424,7 +424,7 @@ def perceptron(interleaved=False):
 
 
 def both_ways(formats, **how):
-    """What serves a quantizer that writes both directions, with tiles, on a B300 and an H100."""
+    """The answers of a B300 and an H100 to a quantizer of both directions, with tiles."""
     how = {"preprocessing": (NO_PREPROCESSING,) * 2, "transpose": True} | how
     how |= {"scaling": Scaling.RCEIL, "value_layouts": (ROW_MAJOR_VALUES,) * 2}
     plan = Plan("quantize_both", np.dtype("bfloat16"), formats, scale_layout=BLOCKED_128X4, **how)

@@ -26,9 +26,9 @@ def multiplying() -> list[dict[str, Any]]:
     for archs in ARCHS.values():
         for arch, chips in archs.items():
             chip = next(iter(chips))
-            each = {"dense": dense_on(chip), "grouped": grouped_on(chip)}
-            served = {how: names for how, (names, _) in each.items()}
-            lacks = dict.fromkeys(note for _, notes in each.values() for note in notes)
+            answers = {"dense": dense_on(chip), "grouped": grouped_on(chip)}
+            served = {shape: names for shape, (names, _) in answers.items()}
+            lacks = dict.fromkeys(note for _, notes in answers.values() for note in notes)
             names = dict.fromkeys(name for names in served.values() for name in names)
             places = {name: place for name in names if (place := executed(name, arch))}
             facts: dict[str, Any] = {"arch": arch, "products": ", ".join(chips.values())}
@@ -78,8 +78,8 @@ def grouped_on(chip: str) -> Serving:
 
 def _served(functions: Sequence[Any], chip: str, *args: Any) -> Serving:
     explained = [jax_mx.explain(f, *args, device=chip) for f in functions]
-    names = dict.fromkeys(call.chosen for each in explained for call in each.calls)
-    notes = dict.fromkeys(note.partition(": ")[2] for each in explained for note in each.notes)
+    names = dict.fromkeys(call.chosen for one in explained for call in one.calls)
+    notes = dict.fromkeys(note.partition(": ")[2] for one in explained for note in one.notes)
     return [*names], [*notes]
 
 

@@ -34,8 +34,8 @@ class Source:
       word: the source in the names of kernels.
       loaders: for each DSL that has kernels of it, the name of the loader in the DSL's table.
       tuned_as: what the tuning tables call it.
-      tiled_on: the archs whose kernels write its scales in `blocked_128x4`, too, where others do
-        not; empty: its scales lie as those of x itself.
+      tiled_on: the archs whose kernels alone write its scales in `blocked_128x4`, too; empty: a
+        kernel writes them in every layout that it has for x.
       has_slabs: whether x may have more than two dimensions, where rows are quantized alone.
       of_rows_alone: whether kernels have it in windows of rows alone; else XLA makes the floats.
       has_amaxes: whether the operands behind x are the amaxes of its rows and of its columns.

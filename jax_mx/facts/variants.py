@@ -230,8 +230,8 @@ def exists(variant: Variant, arch: str = "") -> bool:
     if not (plain and variant.kinds in kinds_of(variant)):
         return False
     if variant.source:
-        made = variant.op == "quantize" and variant.source.has_kernel(variant)
-        if not made or variant.window == SQUARE:
+        is_fused = variant.op == "quantize" and variant.source.has_kernel(variant)
+        if not is_fused or variant.window == SQUARE:
             return False
     return not arch or _holds(arch, variant)
 
@@ -295,8 +295,8 @@ def takes_zero_scale(format: Format) -> bool:
 def _holds(arch: str, variant: Variant) -> bool:
     """Whether an arch has a tile for a variant, which others spill; and products that read it.
 
-    Of windows of 256 both ways sm_80 has none, of MXFP4's floats both ways sm_120f. Products of
-    sm_100f alone read square blocks that are written both ways.
+    sm_80 has none of windows of 256 both ways, sm_120f none of MXFP4's floats both ways. Products
+    of sm_100f alone read square blocks that are written both ways.
     """
     if variant.window == SQUARE:
         return arch == "sm_100f"

@@ -8,8 +8,8 @@ its own byte of a scale; those of a window are equal.
 A recipe's product may also have "shard", the part of a row that a device holds. In a program that
 XLA splits among devices each of so many equal parts of the axis has its amax, so that none crosses
 devices; elsewhere, and where a part would not hold whole blocks, it is a row. It is no window of
-`quantize`: the parts depend on the program. Nor is (32, 32): codes are those of square blocks,
-written along both axes at once, each time with scales as its readers have them.
+`quantize`: the parts depend on the program. Nor is (32, 32): a kernel writes square blocks
+along both axes at once, with codes and scales as readers along either axis have them.
 """
 
 from collections.abc import Sequence

@@ -55,7 +55,8 @@ class BlockRule(NamedTuple):
 
     Attributes:
       scaling: the rule.
-      square: whether blocks are (32, 32); then one array serves both products of one format.
+      square: whether blocks are (32, 32); one array serves both products of one format, but on
+        Blackwell.
     """
 
     scaling: Scaling
@@ -393,7 +394,7 @@ class Unquantized:
 
     @property
     def _scale_layout(self) -> ScaleLayout:
-        """Where scales lie, but those of square blocks, which kernels write in rows alone."""
+        """The layout of scales, except of square blocks, which kernels write in rows alone."""
         return ROW_MAJOR if self.moves else layout_for_trace(self._type, self.joined)
 
     def _type(self) -> Any:

@@ -1260,7 +1260,7 @@ class Tiled(Kernel):
         return at._replace(col=col), size._replace(cols=to.cols * parts)
 
     def among_parts(self, tile, place, size: int, length, pad: int):
-        """What `among` says, and of what is beyond a part where it is padding."""
+        """Where a row, or column, lies among all parts; one beyond its own part is padding."""
         within, at = self.among(tile, place, size, length)
         part = place // (size // self.parts)
         padding = geometry.padding_of_parts(within, part, self.parts, length, pad)
