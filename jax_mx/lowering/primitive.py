@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
@@ -26,6 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 # Private to JAX, all of it; used here alone, pinned by tests/test_primitive.py.
@@ -48,7 +49,7 @@ from jax_mx.facts.product_kernels import Binary
 from jax_mx.facts.signatures import Array, Role, Signature
 from jax_mx.facts.variants import value_layouts_of
 from jax_mx.lowering import compiler, registry, store
-from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
+from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan, seconds
 from jax_mx.lowering.registry import Refusal, Support
 from jax_mx.lowering.targets import Target, target_of
 
@@ -148,6 +149,7 @@ def _kernel_attributes(
 
 Kernels = dict[tuple[Binary, str], store.Artifact]  # by binary and arch
 _needed: ContextVar[Kernels | None] = ContextVar("needed", default=None)
+_of_shard: ContextVar[bool] = ContextVar("of_shard", default=False)  # see `shard_module`
 
 
 @contextlib.contextmanager
@@ -161,17 +163,33 @@ def kernels_needed() -> Iterator[Kernels]:
         _needed.reset(token)
 
 
-def _sharding_attributes(
-    ctx: mlir.LoweringRuleContext, signature: Signature, batch: int
-) -> dict | None:
-    """What lets the partitioner split the call along its first `batch` dimensions."""
+def _attributes(
+    ctx: mlir.LoweringRuleContext, plan: AnyPlan, chips: Iterable[str], batch: int
+) -> dict[str, Any]:
+    """What XLA's scheduler and its partitioner read of the call.
+
+    The scheduler hides collectives behind calls, which it would take for 10 us each, and products
+    take a hundred times as long. `latency_metadata`, in ns, is its name of a call's time.
+    """
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(core.is_constant_shape(aval.shape) for aval in avals):
-        return None  # shape-polymorphic: sharding rules need numbers
+        return {}  # shape-polymorphic: neither has numbers
+    sharding = _sharding_attributes(ctx, plan.signature, batch)
+    took = max(seconds(plan, chip, ctx.avals_in, ctx.avals_out) for chip in chips)
+    read = {"latency_metadata": str(round(1e9 * took))}
+    read |= {"num_batch_dims": str(batch)} if sharding else {}
+    return {**sharding, "mhlo.frontend_attributes": mlir.ir_attribute(read)}
+
+
+def _sharding_attributes(
+    ctx: mlir.LoweringRuleContext, signature: Signature, batch: int
+) -> dict[str, Any]:
+    """What lets the partitioner split the call along its first `batch` dimensions."""
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if signature.has_replicated:
-        return None  # see there
+        return {}  # see there
     if len({aval.shape[:batch] for aval in avals}) > 1:
-        return None  # rows have one amax, not one for each block; a program of one device
+        return {}  # rows have one amax, not one for each block; a program of one device
     # A factor for each other dimension, none of them shared.
     names = map("d{}".format, itertools.count())
     terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
@@ -181,13 +199,12 @@ def _sharding_attributes(
         " -> ".join(sides),
         need_replication_factors=tuple(name for term in terms for name in term[1:]),
     )
-    types: list[ir.Type] = [
-        ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in avals
-    ]
-    return {
-        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(batch)}),
-        "sdy.sharding_rule": sdy_sharding_rule_to_mlir(rule, types[:n], types[n:]),
-    }
+    types = _types(avals)
+    return {"sdy.sharding_rule": sdy_sharding_rule_to_mlir(rule, types[:n], types[n:])}
+
+
+def _types(avals: Iterable[Any]) -> list[ir.Type]:
+    return [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in avals]
 
 
 def _order(array: Array, view: View | None) -> tuple[int, ...]:
@@ -236,11 +253,34 @@ def _call(
         store.TARGET,
         operand_layouts=layouts[:n],
         result_layouts=layouts[n:],
-        extra_attributes=_sharding_attributes(ctx, signature, batch),
+        extra_attributes=_attributes(ctx, plan, kernels, batch),
     )
     absent = [signature.number(name) for name in plan.lacks]
     attributes = launch.call_attributes(kernels, merge=merge, absent=absent, device=device)
+    if _of_shard.get():
+        return _in_function(ctx, functools.partial(rule, ctx, **attributes), operands)
     return rule(ctx, *operands, **attributes)
+
+
+def _in_function(ctx: mlir.LoweringRuleContext, emit: Callable, operands: Sequence[ir.Value]):
+    """A call in a function of its own, where its frontend attributes stay.
+
+    XLA's partitioner puts a shard's operations in place of the call that it splits, and gives each
+    of them the attributes of that call. It does not look into functions, and drops the attribute
+    that keeps this one from being inlined before.
+    """
+    module = ctx.module_context
+    types = [operand.type for operand in operands]
+    results = _types(ctx.avals_out)
+    function = func.FuncOp("mx_call", (types, results), ip=module.ip)
+    function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+    module.symbol_table.insert(function)
+    with ir.InsertionPoint(function.add_entry_block()):
+        func.ReturnOp([*emit(*function.arguments)])
+    name = ir.FlatSymbolRefAttr.get(function.name.value)
+    call = func.CallOp(results, name, [*operands])
+    call.attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"inlineable": "false"})
+    return [*call.results]
 
 
 def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, op: Op, plan: Plan, **call: Any):
@@ -933,20 +973,27 @@ def shard_module(
       is_here: whether they are this process's; else the program may leave the machine.
     """
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    backend = jax.extend.backend.get_backend(platform) if is_here else None
+    backend = None
+    if is_here:
+        with contextlib.suppress(RuntimeError):  # a topology's devices, none of which is here
+            backend = jax.extend.backend.get_backend(platform)
     # The mesh of the program is none of the shard's: arrays would be split by it once more.
     device = jax.sharding.get_abstract_mesh().abstract_device
     none = jax.sharding.AbstractMesh((), (), abstract_device=device)
     no_mesh = jax.sharding.use_abstract_mesh(none)
     with no_mesh, core.extend_axis_env_nd(sizes.items()):
         jaxpr = jax.make_jaxpr(shard)(*operands)
-        return modules.build_mlir_module_helper(
-            jaxpr,
-            name=name,
-            platforms=[platform],
-            backend=backend,
-            axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(sizes)),
-        )
+        token = _of_shard.set(True)
+        try:
+            return modules.build_mlir_module_helper(
+                jaxpr,
+                name=name,
+                platforms=[platform],
+                backend=backend,
+                axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(sizes)),
+            )
+        finally:
+            _of_shard.reset(token)
 
 
 bytecode = modules.module_to_bytecode
