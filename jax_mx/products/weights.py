@@ -33,8 +33,8 @@ def quantize_weights(
     out in the weight's place, beside activations of any float type, and give results of that type.
     Gradients reach the floats, in their dtype, as `Recipe.quantize_weight` says. Codes and scales
     of both directions take 2.1 bytes an element in MXFP8, or 1.03 in square blocks (not on
-    Blackwell, whose products read two arrays), until the step ends. On a mesh they are split as the floats are; devices gather codes, for each pass those of
-    its direction.
+    Blackwell, whose products read two arrays), until the step ends. On a mesh they are split as the
+    floats are; devices gather codes, for each pass those of its direction.
 
     Args:
       tree: a pytree, say parameters, or those of the layers.
