@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
 from jax_mx.facts.windows import SQUARE
 from jax_mx.lowering import partition, registry, store, targets
 from jax_mx.lowering.plan import Plan
-from jax_mx.products import multiply, reads, splitting, tcgen05, tcgen05_kernel
+from jax_mx.products import multiply, operand, reads, splitting, tcgen05, tcgen05_kernel
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
@@ -493,6 +494,10 @@ def test_what_serves_what(on_blackwell):
     x, w, stack = mx(512, 256), mx(384, 256), mx(4, 384, 256)
     for chip in ("sm_100", "sm_103"):
         assert name(x, w, chip=chip) == name(x, stack, axes=(1, 2), chip=chip) == "tcgen05"
+    assert "tcgen05" not in {
+        name(mx(0, 256), w),
+        name(x, mx(0, 256)),
+    }  # there is nothing to compute
     assert name(x, w, chip="sm_120") == "scaled_dot"
     assert name(x, stack, axes=(1, 2), chip="sm_120") == "dequantize"
     assert name(x, w, exact=True) == "scaled_dot"
@@ -581,6 +586,41 @@ def test_exports_carry_the_kernel(name, where, recipe, without_code, monkeypatch
     target = "@jax_mx_split" if where in ("auto", "explicit") else "@mosaic_gpu_v2"
     assert text.count(target) == 3
     assert archs == {(10, int(chip[-1]))}
+
+
+def experts():
+    """Gradients of a layer of experts, and the operands."""
+    shapes = ((300, 64), (4, 64, 192), (4, 96, 64))
+    choices = jnp.zeros((300, 2), jnp.int32), jnp.ones((300, 2), jnp.float32)
+
+    def loss(*args):
+        return jax_mx.moe(args[0], *choices, *args[1:], recipe="mxfp8").astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2)), [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
+
+
+def squares(rows=300):
+    """Gradients of a product with a weight in square blocks, and the operands."""
+    step = functools.partial(gradients, sizes=None, recipe=jax_mx.Recipe(block=(32, 32)))
+    return step, [jnp.ones(shape, jnp.bfloat16) for shape in ((rows, 96), (96, 160))]
+
+
+@executed
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("layer", [perceptron, experts, squares, "rows"])
+def test_xla_brings_no_scales_into_tiles(layer, without_code, monkeypatch):
+    """In programs of one device; were scales in rows, it would."""
+    monkeypatch.setenv("JAX_MX_ARCHS", "sm_100f")
+    monkeypatch.setattr(store, "exported", lambda chips: ["sm_100"])
+    if layer == "rows":
+        monkeypatch.setattr(operand, "layout_for_trace", lambda *_: ROW_MAJOR)
+    step, operands = squares(172) if layer == "rows" else layer()  # JAX keeps what it traced
+    how = {"platforms": ("cuda",), "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    program = jax.export.export(jax.jit(lambda *args: step(*args)), **how)
+    text = program(*operands).mlir_module()
+    assert "@mosaic_gpu_v2" in text
+    swizzled = re.findall(r"stablehlo.transpose .*x4x32x\d+x4xui8>", text)
+    assert bool(swizzled) == (layer == "rows")
 
 
 @executed
