@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from jax_mx.facts.windows import ROW
+from jax_mx.facts.windows import ROW, SQUARE
 
 if TYPE_CHECKING:
     from jax_mx.facts.variants import Variant
@@ -19,6 +19,7 @@ LACKS: Mapping[str, Callable[[Variant], bool]] = {
     "windows of 256 for both directions at once": lambda v: v.window == 256 and v.form.is_both,
     "rows, activations and norms, whose floats XLA makes there": lambda v: bool(v.source),
     'the window "row" of float32': lambda v: v.window == ROW and v.dtype == "float32",
+    "square blocks that are written both ways": lambda v: v.window == SQUARE,
     'the window "row" by one kernel': lambda v: v.finds_amaxes,
 }
 

@@ -34,7 +34,8 @@ class Source:
       word: the source in the names of kernels.
       loaders: for each DSL that has kernels of it, the name of the loader in the DSL's table.
       tuned_as: what the tuning tables call it.
-      tiled_scales: whether kernels write its scales in tiles, too.
+      tiled_on: the archs whose kernels alone write its scales in `blocked_128x4`, too; empty: a
+        kernel writes them in every layout that it has for x.
       has_slabs: whether x may have more than two dimensions, where rows are quantized alone.
       of_rows_alone: whether kernels have it in windows of rows alone; else XLA makes the floats.
       has_amaxes: whether the operands behind x are the amaxes of its rows and of its columns.
@@ -46,7 +47,7 @@ class Source:
     word: ClassVar[str] = ""
     loaders: ClassVar[Mapping[str, str]] = {}
     tuned_as: ClassVar[str] = ""
-    tiled_scales: ClassVar[bool] = True
+    tiled_on: ClassVar[tuple[str, ...]] = ()
     has_slabs: ClassVar[bool] = False
     of_rows_alone: ClassVar[bool] = False
     has_amaxes: ClassVar[bool] = False

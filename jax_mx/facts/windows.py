@@ -8,7 +8,8 @@ its own byte of a scale; those of a window are equal.
 A recipe's product may also have "shard", the part of a row that a device holds. In a program that
 XLA splits among devices each of so many equal parts of the axis has its amax, so that none crosses
 devices; elsewhere, and where a part would not hold whole blocks, it is a row. It is no window of
-`quantize`: the parts depend on the program.
+`quantize`: the parts depend on the program. Nor is (32, 32): a kernel writes square blocks
+along both axes at once, with codes and scales as readers along either axis have them.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ Window = int | str | tuple[int, int]
 ROW = "row"
 SHARD = "shard"
 TILE = (128, 128)
+SQUARE = (BLOCK, BLOCK)
 WINDOWS: tuple[Window, ...] = (BLOCK, 128, 256, ROW, TILE)
 
 
@@ -54,6 +56,11 @@ def of_kernels(window: Window) -> Window:
 def in_blocks(window: Window) -> Window:
     """The window 32 in place of a row or of a shard's part of one; others stay."""
     return BLOCK if of_kernels(window) == ROW else window
+
+
+def arrays_window(window: Window) -> Window:
+    """The window that an array says; of square blocks that are written both ways 32."""
+    return BLOCK if window == SQUARE else window
 
 
 def suffix_of(window: Window) -> str:

@@ -102,6 +102,15 @@ def tile_of(layout: Layout, place: Place, tiles: tuple, wide: Callable = int) ->
     return tile * wide(tiles[1]) + wide(place.col // width)
 
 
+def padding_of_parts(within: Number, part: Number, parts: int, length: Number, pad: int) -> Number:
+    """Where a place `within` a part, beyond its length, writes the padding behind all parts.
+
+    A part may end inside a tile, where the next one begins. So the places beyond each part, up to a
+    multiple of `pad`, follow each other behind the last part.
+    """
+    return parts * length + within - length + part * ((pad - length % pad) % pad)
+
+
 def in_tiles_of_values(row: Number, byte: Number, literal: Callable = int) -> tuple[Number, Number]:
     """Where 16 bytes of values lie in SHUFFLED_16X16, those from `byte` of a row on.
 

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, rang
 from jax_mx.facts.directions import BOTH_TRANSPOSED, Blocks
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import takes_zero_scale
-from jax_mx.facts.windows import ROW, blocks_of
+from jax_mx.facts.windows import ROW, SQUARE, blocks_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.cutedsl import activations, convert
 from jax_mx.kernels.cutedsl.kernel import (
@@ -858,6 +858,9 @@ class Tiled(Kernel):
             col = (at.col * self.tile.cols + lane.col) // BLOCK
             size: cutlass.Constexpr = Extents(at.rows * BLOCK, at.cols // BLOCK)
             amaxes = self.given(row, col, (1, 0), beyond, size)
+        elif const_expr(self.variant.window == SQUARE):
+            index = lane.across % self.row_sharers
+            amaxes = [self.amax_of_square(rX)] * 2
         else:
             words = [
                 self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
@@ -893,6 +896,8 @@ class Tiled(Kernel):
             row = at.row * self.tile.down + lane.row // BLOCK
             col = at.col * self.tile.cols + lane.col + 2 * lane.down
             amaxes = self.given(row, col, (0, 1), beyond, Extents(at.rows, at.cols))
+        elif const_expr(self.variant.window == SQUARE):
+            amaxes = [self.amax_of_square(rX)] * 2
         elif const_expr(not self.is_found_together(result)):
             amaxes = self.amaxes_of_columns(rX, lane)
         if const_expr(beyond.shared is not None):
@@ -925,15 +930,7 @@ class Tiled(Kernel):
         beyond: cutlass.Constexpr,
     ):  # fmt: skip
         """Square blocks: two a warp. One pair for all."""
-        rW = cute.recast_tensor(rX, Uint32)
-        word = self.largest([rW[i] for i in range(cute.size(rW))])
-        offsets: cutlass.Constexpr = [1 << i for i in range(self.row_sharers.bit_length() - 1)] + [
-            self.lanes << i for i in range(self.column_sharers.bit_length() - 1)
-        ]
-        for offset in offsets:
-            other = cute.arch.shuffle_sync_bfly(word, offset=offset)
-            word = convert.larger_magnitude(word, other, self.dtype, self.arch)
-        amax = convert.largest_magnitude_bits(word, self.dtype)
+        amax = self.amax_of_square(rX)
         if const_expr(beyond.shared is not None):
             amax = self.windowed_square(amax, lane.row, lane.col, beyond)
         scale, inverse = self.scale_of(amax, result.format, rounding)
@@ -941,6 +938,18 @@ class Tiled(Kernel):
         if (row % BLOCK == 0) & (col % BLOCK == 0):
             self.put(sS, result, row // BLOCK, col // BLOCK, scale)
         return [convert.pair(inverse, inverse)]
+
+    def amax_of_square(self, rX):
+        """The amax of a lane's square block, which all lanes of it have."""
+        rW = cute.recast_tensor(rX, Uint32)
+        word = self.largest([rW[i] for i in range(cute.size(rW))])
+        offsets = [1 << i for i in range(self.row_sharers.bit_length() - 1)] + [
+            self.lanes << i for i in range(self.column_sharers.bit_length() - 1)
+        ]
+        for offset in offsets:
+            other = cute.arch.shuffle_sync_bfly(word, offset=offset)
+            word = convert.larger_magnitude(word, other, self.dtype, self.arch)
+        return convert.largest_magnitude_bits(word, self.dtype)
 
     def factors(self, inverses: list, result: Output, w: int, i: int):
         """The pair of factors of columns 2 * w and 2 * w + 1 in row i."""
@@ -1171,7 +1180,7 @@ class Tiled(Kernel):
         whole = cutlass.Boolean(True)
         if const_expr(not self.aligned):
             whole = whole & (scales.toint() % unit == 0)
-        if const_expr(self.layout.is_tiled):
+        if const_expr(self.layout.is_tiled and (self.parts == 1 or self.is_turned(result))):
             self.store_pieces(sS, scales, result, to, thread, unit, whole)
         elif whole & (to.cols % unit == 0):
             self.store_pieces(sS, scales, result, to, thread, unit, True)
@@ -1199,9 +1208,9 @@ class Tiled(Kernel):
             index = step * self.tile.threads + thread
             row, col = tile_r * in_row + index // each, tile_c * in_col + index % each * unit
             if const_expr(self.layout.is_tiled):
-                offset, inside = offset_in_tiles(
-                    self.layout, Place(batch, row, col), Extents(rows, cols)
-                )
+                at = Place(batch, row, col)
+                at, size = self.in_tiles(result, to, sS, at, (index, each, unit))
+                offset, inside = offset_in_tiles(self.layout, at, size)
             else:
                 offset = (Int64(batch) * rows + row) * cols + col
                 inside = (row < rows) & (col < cols)
@@ -1217,7 +1226,7 @@ class Tiled(Kernel):
             if (index < total) & inside:
                 piece = cute.make_tensor(sS.iterator + index * unit, cute.make_layout(unit))
                 if const_expr(self.layout.is_tiled and self.pads_with_scales(result)):
-                    self.clear_padding(piece, row, col, rows, cols)
+                    self.clear_padding(piece, at.row, at.col, *size)
                 if whole:
                     rS = cute.make_rmem_tensor(unit, Uint8)
                     cute.autovec_copy(piece, rS)
@@ -1227,6 +1236,35 @@ class Tiled(Kernel):
                     mS = cute.make_tensor(scales + offset, cute.make_layout(unit))
                     for c in range_constexpr(unit):
                         mS[c] = piece[c]
+
+    def in_tiles(
+        self, result: Output, to: Tile, sS, at: Place, piece: tuple
+    ) -> tuple[Place, Extents]:
+        """Where a piece of a tile of scales lies in the matrix of all parts, and its size.
+
+        Args:
+          result: whose scales they are.
+          to: the tile.
+          sS: its scales.
+          at: where the piece lies in the matrix of one part.
+          piece: its number in the tile, how many pieces a row has, how many scales a piece.
+        """
+        size, parts, pads = Extents(to.rows, to.cols), self.parts, self.layout.pad
+        if parts == 1:
+            return at, size
+        (in_col, in_row), (index, each, unit) = sS.shape, piece
+        if self.is_turned(result):
+            row = self.among_parts(to.row, index // each, in_row, to.rows, pads[0])
+            return at._replace(row=row), size._replace(rows=to.rows * parts)
+        col = self.among_parts(to.col, index % each * unit, in_col, to.cols, pads[1])
+        return at._replace(col=col), size._replace(cols=to.cols * parts)
+
+    def among_parts(self, tile, place, size: int, length, pad: int):
+        """Where a row, or column, lies among all parts; one beyond its own part is padding."""
+        within, at = self.among(tile, place, size, length)
+        part = place // (size // self.parts)
+        padding = geometry.padding_of_parts(within, part, self.parts, length, pad)
+        return Int32(select(within < length, at, padding))
 
     def pads_with_scales(self, result: Output) -> bool:
         """Whether blocks beyond the array have scales: those of zeros, or of a window's rest.
