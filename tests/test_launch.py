@@ -160,9 +160,7 @@ def test_what_no_kernel_serves(softmax, caplog):
         y, count = launches(jax.jit(lambda x: softmax(x, implementation="xla")), X)
     np.testing.assert_array_equal(y, reference(X))
     assert count == 0
-    with pytest.raises(
-        NotImplementedError, match="it has no kernel in flydsl for cpu; impl"
-    ):
+    with pytest.raises(NotImplementedError, match="it has no kernel in flydsl for cpu; impl"):
         softmax(X, implementation="flydsl")
     store._failed.clear()
 
