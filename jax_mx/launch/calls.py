@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import ffi
 from jax.interpreters import mlir
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func
 
 from jax_mx.launch import compiler, private, store
 from jax_mx.launch.binary import Binary
@@ -87,6 +88,7 @@ def emit(
     kernels: Mapping[str, Mapping[str, Any]],
     layouts: Sequence[Sequence[int]] | None = None,
     batch: int | None = None,
+    seconds: Callable[[str], float] | None = None,
     **attributes: Any,
 ) -> Any:
     """The custom call that launches a kernel.
@@ -97,6 +99,7 @@ def emit(
       kernels: see `kernels_of`.
       layouts: of operands, then of results, from minor to major; None: row-major.
       batch: how many leading dimensions XLA may split, all alike; None: none.
+      seconds: a function of a chip that gives the call's time there, for XLA's scheduler.
       attributes: of `rule.call_attributes`.
     """
     n = len(ctx.avals_in)
@@ -104,35 +107,75 @@ def emit(
         store.TARGET,
         operand_layouts=None if layouts is None else layouts[:n],
         result_layouts=None if layouts is None else layouts[n:],
-        extra_attributes=None if batch is None else _sharding_attributes(ctx, batch),
+        extra_attributes=_read_by_xla(ctx, kernels, batch, seconds),
     )
-    return rule(ctx, *operands, **call_attributes(kernels, **attributes))
+    attributes = call_attributes(kernels, **attributes)
+    if private.of_shard.get():
+        return _in_function(ctx, functools.partial(rule, ctx, **attributes), operands)
+    return rule(ctx, *operands, **attributes)
 
 
-def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | None:
-    """The attributes by which the partitioner splits the call along `batch` dimensions."""
+def _read_by_xla(
+    ctx: mlir.LoweringRuleContext,
+    chips: Iterable[str],
+    batch: int | None,
+    seconds: Callable[[str], float] | None,
+) -> dict[str, Any]:
+    """Attributes for XLA's scheduler and its partitioner.
+
+    The scheduler hides collectives behind calls, which it would take for 10 us each, and some take
+    a hundred times as long. `latency_metadata`, in ns, is its name of a call's time.
+    """
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(isinstance(n, int) for aval in avals for n in aval.shape):
-        return None  # shape-polymorphic: sharding rules need numbers
+        return {}  # shape-polymorphic: neither has numbers
+    sharding = {} if batch is None else _sharding_attributes(ctx, batch)
+    read = {"num_batch_dims": str(batch)} if sharding else {}
+    if seconds is not None:
+        read = {"latency_metadata": str(round(1e9 * max(map(seconds, chips)))), **read}
+    return sharding | ({"mhlo.frontend_attributes": mlir.ir_attribute(read)} if read else {})
+
+
+def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict[str, Any]:
+    """The attributes that let the partitioner split a call along its first `batch` dimensions."""
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if len({aval.shape[:batch] for aval in avals}) > 1:
-        return None  # leading dimensions differ: a program of one device
+        return {}  # leading dimensions differ: a program of one device
     # A factor for each other dimension, none of them shared.
     names = map("d{}".format, itertools.count())
     terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
     n = len(ctx.avals_in)
     sides = [", ".join(" ".join(term) for term in side) for side in (terms[:n], terms[n:])]
-    types: list[ir.Type] = [
-        ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in avals
-    ]
-    return {
-        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(batch)}),
-        "sdy.sharding_rule": private.sharding_rule(
-            " -> ".join(sides),
-            types[:n],
-            types[n:],
-            need_replication_factors=tuple(name for term in terms for name in term[1:]),
-        ),
-    }
+    types = _types(avals)
+    whole = tuple(name for term in terms for name in term[1:])
+    notation = " -> ".join(sides)
+    rule = private.sharding_rule(notation, types[:n], types[n:], need_replication_factors=whole)
+    return {"sdy.sharding_rule": rule}
+
+
+def _types(avals: Iterable[Any]) -> list[ir.Type]:
+    return [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in avals]
+
+
+def _in_function(ctx: mlir.LoweringRuleContext, emit: Callable, operands: Sequence[ir.Value]):
+    """A call in a function of its own, where its frontend attributes stay.
+
+    XLA's partitioner puts a shard's operations in place of the call that it splits, and gives each
+    of them the attributes of that call. It does not look into functions, and drops the attribute
+    that keeps this one from being inlined before.
+    """
+    module = ctx.module_context
+    types = [operand.type for operand in operands]
+    results = _types(ctx.avals_out)
+    function = func.FuncOp("mx_call", (types, results), ip=module.ip)
+    function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+    module.symbol_table.insert(function)
+    with ir.InsertionPoint(function.add_entry_block()):
+        func.ReturnOp([*emit(*function.arguments)])
+    name = ir.FlatSymbolRefAttr.get(function.name.value)
+    call = func.CallOp(results, name, [*operands])
+    call.attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"inlineable": "false"})
+    return [*call.results]
 
 
 def batched(args, dims, shared: Collection[int] = ()) -> list:

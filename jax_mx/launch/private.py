@@ -6,8 +6,10 @@ a target by `register_partitioner` and `split_call`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -258,6 +260,9 @@ def of_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     return x if x.dtype == named else jax.lax.bitcast_convert_type(x, named)
 
 
+of_shard: ContextVar[bool] = ContextVar("of_shard", default=False)  # within `shard_module`
+
+
 def shard_module(
     name: str,
     shard: Callable,
@@ -277,20 +282,27 @@ def shard_module(
       is_here: whether they are this process's; else the program may leave the machine.
     """
     mesh: Any = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
-    backend = jax.extend.backend.get_backend(platform) if is_here else None
+    backend = None
+    if is_here:
+        with contextlib.suppress(RuntimeError):  # a topology's devices, none of which is here
+            backend = jax.extend.backend.get_backend(platform)
     # The mesh of the program is none of the shard's: arrays would be split by it once more.
     device = jax.sharding.get_abstract_mesh().abstract_device
     none = jax.sharding.AbstractMesh((), (), abstract_device=device)
     no_mesh = jax.sharding.use_abstract_mesh(none)
     with no_mesh, core.extend_axis_env_nd(sizes.items()):
         jaxpr = jax.make_jaxpr(shard)(*operands)
-        return modules.build_mlir_module_helper(
-            jaxpr,
-            name=name,
-            platforms=[platform],
-            backend=backend,
-            axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(sizes)),
-        )
+        token = of_shard.set(True)
+        try:
+            return modules.build_mlir_module_helper(
+                jaxpr,
+                name=name,
+                platforms=[platform],
+                backend=backend,
+                axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(sizes)),
+            )
+        finally:
+            of_shard.reset(token)
 
 
 bytecode = modules.module_to_bytecode

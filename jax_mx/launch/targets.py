@@ -128,13 +128,15 @@ def platform_of(chip: str) -> str:
 
 
 def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
-    """The chips that a program is lowered for; None where no device is known yet (export)."""
+    """The chips that a program is lowered for; None where no device is here (export, topology)."""
     module = ctx.module_context
     if module.lowering_parameters.for_export or tuple(module.platforms) != (platform,):
         return None
     if module.backend is None or module.backend.platform not in (platform, "gpu"):
         return None
-    return chips_beside(module.backend.local_devices()[0])
+    if not (devices := module.backend.local_devices()):
+        return None  # of a topology that is compiled for and not here, as an export is
+    return chips_beside(devices[0])
 
 
 class Target(NamedTuple):

@@ -31,7 +31,7 @@ from jax_mx.launch.calls import batched, say_once
 from jax_mx.launch.private import define, vary_alike
 from jax_mx.launch.targets import Target, target_of
 from jax_mx.lowering import registry
-from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
+from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan, seconds
 from jax_mx.lowering.registry import Refusal, Support
 
 
@@ -112,10 +112,10 @@ def _call(
         merge = view.merge
     absent = [signature.number(name) for name in plan.lacks]
     splits = not signature.has_replicated  # see there
-    where = {"merge": merge, "absent": absent, "device": device}
-    return calls.emit(
-        ctx, *operands, kernels=kernels, layouts=layouts, batch=batch if splits else None, **where
-    )
+    where: dict[str, Any] = {"merge": merge, "absent": absent, "device": device}
+    where |= {"layouts": layouts, "batch": batch if splits else None}
+    where["seconds"] = lambda chip: seconds(plan, chip, ctx.avals_in, ctx.avals_out)
+    return calls.emit(ctx, *operands, kernels=kernels, **where)
 
 
 def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, op: Op, plan: Plan, **call: Any):
