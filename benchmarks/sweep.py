@@ -6,11 +6,11 @@ python -m benchmarks sweep run FOLDER [--name NAME ...]    # on the GPU: times a
 
 NAME is a binary's: of windows, preprocessing, rows, activations, norms, or a product. Without one,
 --op, --form and --dtype say which quantizers. `run` takes the call that such a binary serves, at
---shape, or, of a product, in each of the cases below in which the launch picks it. It ends with the
-rows of the chip's table, see jax_mx/kernels/tuning.py: for each binary the fastest candidate that
-gives the reference's bytes. `--table FILE` writes the rows as a module, for an arch without a
-table, and adds the figures of all candidates to the JSON lines beside that file. A person decides,
-by a row's "where", whether it holds for more entries than those measured.
+--shape. For a product it takes each of the cases below in which the launch picks the binary. It
+ends with the rows of the chip's table, see jax_mx/kernels/tuning.py: for each binary the fastest
+candidate that gives the reference's bytes. `--table FILE` writes the rows as a module, for an arch
+without a table. It adds the figures of all candidates to the JSON lines next to that file. A person
+decides, by a row's "where", whether it holds for more entries than those measured.
 
 A record is one measurement. "kernel" and "where" name its row; "case" and "shape" name the
 computation, "value" the tile. A "note" says how the kernel differed from today's; with a null

@@ -3,8 +3,10 @@
 Each function draws one picture; `write` saves all of them as SVG.
 """
 
+import contextlib
 import functools
 import io
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -353,6 +355,23 @@ def learning() -> Figure:
     return figure
 
 
+def tutorial() -> Figure:
+    """The curves of docs/tutorial.md, whose code runs here."""
+    page, names = Path(__file__).with_name("tutorial.md").read_text(), {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[:2]:
+            exec(compile(block, "tutorial.md", "exec"), names)
+    figure = Figure(figsize=(8, 2.8), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, losses), color in zip(names["curves"].items(), (INK, BLUE, ORANGE), strict=True):
+        axes.plot(losses, color=color, lw=1.2, label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
 # ---- speed ---
 def step() -> Figure:
     """Tokens a second of a training step on one H100, by way, from benchmarks/results."""
@@ -396,6 +415,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
     "path": path,
     "layer": layer,
     "learning": learning,
+    "tutorial": tutorial,
     "speed": speed,
     "step": step,
     **{

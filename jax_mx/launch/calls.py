@@ -123,8 +123,8 @@ def _read_by_xla(
 ) -> dict[str, Any]:
     """Attributes for XLA's scheduler and its partitioner.
 
-    The scheduler hides collectives behind calls, which it would take for 10 us each, and some take
-    a hundred times as long. `latency_metadata`, in ns, is its name of a call's time.
+    The scheduler hides collectives behind calls. Without `latency_metadata`, in ns, it counts 10 us
+    for each call, and some take a hundred times as long.
     """
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(isinstance(n, int) for aval in avals for n in aval.shape):

@@ -56,7 +56,7 @@ def all_gather(
 
     Raises:
       TypeError: q is no `MXArray` (jax.lax.all_gather gathers others), or axis no int.
-      ValueError: axis is out of range, parts would be joined inside a tile, or the new axis would
+      ValueError: axis is out of range, or parts would be joined inside a tile. The new axis would
         lie among the axes that tiles or square blocks span.
     """
     op = "all_gather"

@@ -89,11 +89,11 @@ def dot_general(
 
     Returns:
       (batch..., free of lhs..., free of rhs...), as jax.lax.dot_general. The bits equal the product
-      of the dequantized operands if all products and sums are exact in float32, and no element
-      stands for less than 2^-126. Otherwise s, the sum over k of `|a||b|`, bounds the difference:
-      before rounding to the result's type it is at most eps32 * k * s. Where FP8 tensor cores sum
-      ("fp8", and "cutedsl" with windows) it is at most window * 2^-13 * s; "row" counts as 256.
-      Normal numbers stay within 4e-4 * s, see "Numbers" in docs/training.md.
+      of the dequantized operands if products and sums are exact in float32, and no element stands
+      for less than 2^-126. Otherwise s, the sum over k of `|a||b|`, bounds the difference: before
+      rounding to the result's type it is at most eps32 * k * s. Where FP8 tensor cores sum ("fp8",
+      and "cutedsl" with windows) it is at most window * 2^-13 * s; "row" counts as 256. Normal
+      numbers stay within 4e-4 * s, see "Numbers" in docs/training.md.
 
     Raises:
       TypeError: an operand or argument is of the wrong type.

@@ -7,8 +7,8 @@ and vmap, shard_map, scan and export treat the primitive as `jax.lax.dot_general
 `mx_step` joins quantizers and the products behind them. Some implementations multiply bfloat16. For
 such products one kernel quantizes an operand and writes the floats that its codes stand for, and
 codes only for the backward pass. A kernel that writes codes first moves 7 bytes an element instead
-of 5, for a gradient 10 instead of 6 (an H100, 2026-11-27, (16384, 7168) in MXFP8: 291 us and 209;
-411 and 245). The lowering knows what products multiply: XLA says there whether it splits the
+of 5, for a gradient 10 instead of 6. An H100 took 291 us and 209, 411 and 245 (2026-11-27, (16384,
+7168) in MXFP8). The lowering knows what products multiply: XLA says there whether it splits the
 program, and an export which chips it is for. So the lowering decides before a quantizer runs.
 Transformations see the step of codes. Policies of jax.checkpoint look into it, and find the names
 of codes there. An operand that no kernel gives as floats, say in windows, needs no step.
