@@ -129,7 +129,9 @@ in_checkout = pytest.mark.skipif(not README.exists(), reason="beside a wheel the
 
 
 # XLA compiles their programs quickly, as conftest.py says; of several devices it may not.
-ON_ONE_DEVICE = ("export_and_run", "gpt_oss", "quantize_safetensors", "row_softmax", "serve")
+ON_ONE_DEVICE = (
+    "export_and_run gpt_oss lora quantize_safetensors random_llama row_softmax serve".split()
+)
 
 
 # ---- the README ----------------------------------------------------------------------------------
