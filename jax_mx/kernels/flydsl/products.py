@@ -45,6 +45,7 @@ from jax_mx.kernels.flydsl.kernel import (
     tiles_of,
 )
 from jax_mx.kernels.geometry import Extents, Place
+from jax_mx.launch.entry import Entry
 from jax_mx.launch.rule import Extent, Factor, GridTerm, Scalar, constant
 
 SIDE = 16  # rows of x, and of W, that a matrix instruction multiplies
@@ -398,7 +399,7 @@ def added(a, b):
     return convert.intrinsic("llvm.uadd.sat.i32", Uint32, a, b)
 
 
-class Product:
+class Product(Entry):
     """An entry: its arrays, its launch rule and its kernel.
 
     Attributes:
