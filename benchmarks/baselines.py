@@ -1,8 +1,8 @@
-"""What an op is measured against: a copy of as many bytes, and XLA at its best.
+"""The baselines of an op: a copy of as many bytes, and XLA at its best.
 
-What is here is what one writes in JAX without kernels, in floats, and right on ordinary data only:
-NaNs, infinities and float32 subnormals are `jax_mx.reference`'s business. So that the comparison is
-honest there are several versions, and the fastest one counts.
+A user without kernels writes such code in JAX, in floats. It is right on ordinary data only: NaNs,
+infinities and float32 subnormals are `jax_mx.reference`'s business. For an honest comparison there
+are several versions, and the fastest one counts.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ PRODUCTS: Mapping[str, Product] = {"float32": _in_float32, "by bits": _by_bits, 
 
 
 def _decode(values: jax.Array, format: Format, axis: int) -> jax.Array:
-    """Elements as floats; those of less than 8 bits by a table."""
+    """Elements as floats; a table has the elements of less than 8 bits."""
     if format.storage != np.uint8:
         return values
     codes = np.arange(2**format.bits, dtype=np.uint8)

@@ -1,9 +1,10 @@
 """The hardware's counters, by Nsight Compute, which say what bounds a kernel.
 
 Each row is one launch of one of our kernels with a cold L2 cache, under `ncu`, which must be on the
-PATH: microseconds there (its own clocks: compare within this table alone), how busy memory, the
-tensor cores and the schedulers were, in per cent of what they can, and what warps waited for, in
-warps per cycle and scheduler. With --smoke each call runs once at a toy size, without `ncu`.
+PATH. Microseconds are at the clocks of `ncu`: compare them within this table alone. Further columns
+say how busy memory, the tensor cores and the schedulers were, in per cent of their peak. The last
+ones say why warps waited, in warps per cycle and scheduler. With --smoke each call runs once at a
+toy size, without `ncu`.
 """
 
 import csv
@@ -94,7 +95,7 @@ CALLS: dict[str, Call] = {
 
 
 def known(text: str) -> list[str]:
-    """Those of the metrics above that `ncu --query-metrics` prints; others would end the run."""
+    """The metrics above that `ncu --query-metrics` prints; others would end the run."""
     names = {line.split()[0] for line in text.splitlines() if line.strip()}
     return [metric for metric in METRICS if metric.partition(".")[0] in names]
 

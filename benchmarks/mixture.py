@@ -3,12 +3,12 @@
     python -m benchmarks mixture --model mixtral --layers 4 --devices 4
     python -m benchmarks mixture --model deepseek --layers 8 --devices 4 --ways auto "bf16, Pallas"
 
-Layers are those of `benchmarks step`, with a router and experts in place of the MLP, and where a
-model has shared experts an MLP of them as well. Tokens, experts and the optimizer's state are split
-over one axis; attention's weights are FSDP's. A way is how experts' products multiply: *bf16,
-Pallas* and *bf16, lax.ragged_dot* in bfloat16 in the layer `jax_mx.moe`, whose tokens move as
-bfloat16; *auto*, in MX, and so do attention and shared experts, but for *experts alone*. Options,
-and what a row says, are those of `benchmarks step`; "ratio" is to *bf16, Pallas*.
+`benchmarks step` has the layers; here a router and experts take the place of the MLP, and shared
+experts are an MLP as well. Tokens, experts and the optimizer's state are split over one axis;
+attention's weights are split as FSDP does. A way names the products of experts. *bf16, Pallas* and
+*bf16, lax.ragged_dot* multiply bfloat16 in the layer `jax_mx.moe`, and tokens move as bfloat16.
+*auto* multiplies MX, also in attention and shared experts, unless it says *experts alone*.
+`benchmarks step` explains the options and a row; "ratio" is to *bf16, Pallas*.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mixed(Sizes):
 
     @property
     def products(self) -> dict[str, tuple[int, ...]]:
-        """The weights of a layer, those of experts stacked."""
+        """The weights of a layer; experts are stacked."""
         dense = {name: super(Mixed, self).products[name] for name in ("q", "k", "v", "o")}
         inner = self.inner * self.shared
         always = {
@@ -138,7 +138,7 @@ class Mixture(llama.Model):
 
 
 def options(add: Callable[..., Any]) -> None:
-    """The model, and those of a step."""
+    """The options of a model and of a step."""
     add("--model", choices=sorted(MODELS), default="mixtral")
     add("--layers", type=int, help="by default the model's")
     add("--batch", type=int, default=4, help="sequences a device")

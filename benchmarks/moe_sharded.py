@@ -1,8 +1,8 @@
 """An MoE layer whose experts are split over all devices: how tokens move, and by which way.
 
 Each row is a number of tokens a device and one way: microseconds on the wall of a call, forward and
-backward with all gradients, of calls that follow each other in a loop of one program, the best of
-several runs. Tokens move in MX, or as floats, bfloat16; all shards *gather* all tokens, or tokens
+backward with all gradients. Calls follow each other in a loop of one program; the best of several
+runs counts. Tokens move in MX, or as floats, bfloat16; all shards *gather* all tokens, or tokens
 travel in *rounds* to the shards that have their experts. "ratio" is to the floats that all gather,
 in the same run. "dispatch" is what brings tokens to experts, quantizing and routing included.
 `jax.lax.ragged_all_to_all` took 27 to 59 times as long as "mx, gather" (two H200s, JAX 0.11.2,

@@ -1,9 +1,9 @@
 """A training step of a transformer with experts, in MX beside bfloat16: time and loss.
 
 The model is that of examples/train_moe.py, wider; with --small as it is, which a CPU trains, too.
-Each row is one way to compute it: milliseconds of a step (the median on the host's clock, each step
-waited for), tokens a second, and the mean loss of the last twentieth of all steps. `--devices 1 2`
-trains on one device, then on two, each of which has as many rows as the one had.
+Each row is one way to compute it: milliseconds of a step, tokens a second, and the mean loss of the
+last twentieth of all steps. The time is the median on the host's clock, each step waited for.
+`--devices 1 2` trains on one device, then on two, each of which has as many rows as the one had.
 """
 
 import functools

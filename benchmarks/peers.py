@@ -1,9 +1,9 @@
 """Others' kernels at the same shapes, on the same chip, in the same run.
 
-torchao's quantizers are run by `python -m benchmarks --peers`, torch's products (cuBLASLt's of FP8
-codes with scales, and those of groups) by `python -m benchmarks products --peers`, as they are
-installed. Each peer has a process of its own, because torch's memory is not JAX's, and so that one
-that breaks its CUDA context costs only its own rows.
+`python -m benchmarks --peers` runs torchao's quantizers as they are installed. `python -m
+benchmarks products --peers` runs torch's products: cuBLASLt's of FP8 codes with scales, and
+products over groups. Each peer has a process of its own, because torch's memory is not JAX's. So a
+peer that breaks its CUDA context costs only its own rows.
 """
 
 import contextlib
@@ -174,7 +174,7 @@ def _scaling(case: Case) -> str:
 
 
 class Peer(NamedTuple):
-    """What there is to measure: how to call it, which cases it serves, bytes of an element of W."""
+    """A kernel of others: its call, the cases that it serves, bytes of an element of W."""
 
     call: Callable[[Case], Call]
     forms: Sequence[str]
@@ -243,7 +243,7 @@ def run(
 
 # ---- in the peer's process ---
 def measure(call: Call, case: Case, repeats: int) -> dict[str, Any]:
-    """What a row needs."""
+    """The fields of a row."""
     import torch
 
     dtype = getattr(torch, case["dtype"])
@@ -265,7 +265,7 @@ def measure(call: Call, case: Case, repeats: int) -> dict[str, Any]:
 
 
 def profile(fn: Callable[..., Any], inputs: Sequence[Tensors], calls: int) -> list[timing.Event]:
-    """What the device did for so many calls, as `timing.profile` has it."""
+    """The device's events for so many calls, as `timing.profile` has them."""
     import torch
 
     torch.cuda.synchronize()

@@ -109,7 +109,7 @@ Bars = Mapping[str, Mapping[str, float]]  # name -> label of a group -> length
 
 
 def measured() -> list[Row]:
-    """What `draw` takes of benchmarks/results: one run of our quantizers, and torchao's rows."""
+    """The rows for `draw` from benchmarks/results: one run of our quantizers, and torchao's."""
     rows = [row for row in _rows("h200") if WHERE.items() <= row.items()]
     theirs = [row for row in _rows("h200_peers") if row["implementation"] not in IMPLEMENTATIONS]
     return one_run(rows) + theirs
@@ -191,7 +191,7 @@ def overview(left: Bars, right: Bars) -> Figure:
 
 
 def digest(*bars: Bars) -> str:
-    """What a picture carries to say which rows it draws."""
+    """The digest in a picture that identifies the rows that it draws."""
     return hashlib.sha256(json.dumps(bars, sort_keys=True).encode()).hexdigest()
 
 

@@ -8,11 +8,11 @@ A product is tiles, and a core computes one after the other. A tile takes at lea
 * what shared memory takes to hand operands to it, 128 bytes a clock: rows and columns of a tile
   once each, on AMD twice. Copies into shared memory come on top and are left out.
 
-The product takes at least as many of these as the busiest core has tiles, and at least the time in
-which memory moves operands, scales and result once. A pass before it, of operands that are no whole
-`units`, and one behind it, of such a result, come on top: "padding". All that is left out makes a
-real product slower: a tile's beginning and end, waiting, clocks below the highest, skewed groups.
-"of" says which of the three bounds it.
+The product takes at least as many of these as the busiest core has tiles. It also takes at least
+the time in which memory moves operands, scales and result once. A pass before it, of operands that
+are no whole `units`, and one behind it, of such a result, come on top: "padding". All that is left
+out makes a real product slower: a tile's beginning and end, waiting, clocks below the highest,
+skewed groups. "of" says which of the three bounds it.
 """
 
 from __future__ import annotations

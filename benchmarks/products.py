@@ -1,9 +1,9 @@
-"""Products that read MX operands beside those of bfloat16, on one GPU, in one run.
+"""Products that read MX operands, next to products of bfloat16, on one GPU, in one run.
 
     python -m benchmarks products [--cases 'grouped*'] [--peers] [--join --json out.json]
 
-Weights rotate, so that L2 holds none; times are medians of what a call spends on the device. Each
-row says where and when it was measured.
+Weights rotate, so that L2 holds none. A time is the median of a call's time on the device. Each row
+says where and when it was measured.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ Way = tuple[str, Callable, Callable]  # name, how a key makes the weights, the p
 
 @dataclasses.dataclass(frozen=True)
 class Multiplied:
-    """What is multiplied: x (rows, k) and matrices (n, k), of groups or one.
+    """The operands of a product: x (rows, k) and matrices (n, k), of groups or one.
 
     Attributes:
       name: for the table.
       rows: of x.
       k: the contracted length.
       n: columns of y.
-      groups: how many matrices there are; 0: one, and no groups.
-      skew: how sizes of groups differ: 0: about equal, none a multiple of a tile; 1: as 1 / rank.
-      wgrad: whether rows are what is contracted: x (k, rows) and W (n, rows), for each group a
-        result of its part of them, which is a multiple of 256.
+      groups: the number of matrices; 0: one, and no groups.
+      skew: the difference of groups' sizes: 0: about equal, none a multiple of a tile; 1: as 1 /
+        rank.
+      wgrad: whether rows are contracted: x (k, rows) and W (n, rows). Each group gives a result of
+        its rows, whose number is a multiple of 256.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Multiplied:
 
     @property
     def kind(self) -> str:
-        """Which product it is, by the name that `peers` has for it."""
+        """The name that `peers` has for this product."""
         return "wgrad" if self.wgrad else "grouped" if self.groups else "dense"
 
     @property
@@ -196,7 +197,7 @@ def transposed_pallas(x, w, sizes) -> jax.Array:
 
 
 def scaled_dot(x, w: jax_mx.MXArray) -> jax.Array:
-    """What JAX has: x is dequantized beside w."""
+    """JAX's own product, which dequantizes w."""
     ones = jnp.full((x.shape[0], x.shape[1] // BLOCK), 127, jnp.uint8)
     ones = jax.lax.bitcast_convert_type(ones, SCALE_DTYPE)
     return jax.lax.scaled_dot(
@@ -206,9 +207,9 @@ def scaled_dot(x, w: jax_mx.MXArray) -> jax.Array:
 
 
 def dot_of_codes(x: jax_mx.MXArray, w: jax_mx.MXArray) -> jax.Array:
-    """What cuBLASLt makes of FP8 codes alone: no scales, so another product, but the same reads.
+    """The product of FP8 codes alone by cuBLASLt: another product, as scales lack; the same reads.
 
-    JAX has no way to its product of windows; `--peers` measures that through torch.
+    JAX cannot call cuBLASLt's product of windows; `--peers` measures that through torch.
     """
     return jax.lax.dot_general(
         x.values, w.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16

@@ -1,9 +1,9 @@
-"""Quantizers: what an op costs, against a copy of the same bytes and against XLA.
+"""Quantizers: the cost of an op, against a copy of the same bytes and against XLA.
 
     python -m benchmarks --form all --shapes required,8x4096x4096 --format mxfp8_e4m3
     python -m benchmarks --form all --shapes llm --peers --json out.json   # torchao's, too
 
-A row's bytes are those of input, words, values and scales, once each; "copy_gbps" is the speed of a
+A row counts the bytes of input, words, values and scales, once each. "copy_gbps" is the speed of a
 copy that reads half as many bytes and writes the other half.
 """
 
@@ -22,18 +22,18 @@ import jax_mx
 from benchmarks import baselines, peers, shapes, timing
 from benchmarks.requirements import checks as checks
 from benchmarks.runner import Args, Case, Row, brief, repeats
-from jax_mx.facts.chips import arch_of, dsl_of
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import Window
+from jax_mx.launch.chips import arch_of, dsl_of
+from jax_mx.launch.targets import chip_of
 from jax_mx.lowering.registry import IMPLEMENTATIONS
-from jax_mx.lowering.targets import chip_of
+from jax_mx.norms.source import NormSource
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.reference import rows_of
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 _quantized = jax.jit(
@@ -79,7 +79,7 @@ class Quantizer:
 
     @property
     def made(self) -> Source:
-        """What makes the floats."""
+        """The source of the floats."""
         return shapes.SOURCES.get(self.source, X)
 
     @property
@@ -187,7 +187,7 @@ class Quantizer:
         return x, jnp.where(rows < held, rows, -1)
 
     def implementation_taken(self) -> tuple[str, str]:
-        """What serves the op; if it is "xla", why."""
+        """The implementation that serves the op; for "xla" also the reason."""
         if self.implementation == "xla":
             return "xla", ""
         form = shapes.FORMS[self.form]

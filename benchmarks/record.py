@@ -95,7 +95,7 @@ SEVERAL = tuple(name for name, (file, _) in COMMANDS.items() if file.startswith(
 
 
 def command(name: str) -> str:
-    """What measures a table, as a person types it."""
+    """The command that measures a table, as a person types it."""
     return f"python -m benchmarks {COMMANDS[name][1]}"
 
 

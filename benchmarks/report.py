@@ -1,4 +1,4 @@
-"""Rows of a run: in files, as a table, and beside those of an earlier run."""
+"""Rows of a run: in files, as a table, and next to an earlier run's."""
 
 import json
 import subprocess
@@ -74,7 +74,7 @@ class File:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a file says of its run, and its rows; a list of rows alone says nothing beside them."""
+    """A file's facts of its run, and its rows; a file that is a list has rows alone."""
     held = json.loads(path.read_text() or "[]")
     if isinstance(held, list):
         return {}, held

@@ -1,16 +1,16 @@
 """The runner of all measurements: python -m benchmarks [NAME] [options].
 
 NAME is a file of this folder, by default `quantizers`; `--help` shows the options of all files and
-its own. **A new measurement is one new file here and nothing else.** It has a docstring, and
+of NAME. **A new measurement is one new file here and nothing else.** It has a docstring, and
 
-    def cases(args) -> Iterator[Case]                # what is measured, in order
+    def cases(args) -> Iterator[Case]                # in the order of measuring.
 
-and, where it wants, some of
+and, if it wants, some of these:
 
-    def options(add) -> None                         # its own: `add` is the parser's add_argument
-    def about() -> dict | None                       # more that a file says of its run
-    def further(args, rows) -> Iterator[dict]        # rows made of those that were measured
-    def checks(args, rows) -> Iterator[(bool, str)]  # what rows must reach: it ends with 1 if not
+    def options(add) -> None                         # `add` is the parser's add_argument.
+    def about() -> dict | None                       # further facts of the run.
+    def further(args, rows) -> Iterator[dict]        # rows made of measured ones.
+    def checks(args, rows) -> Iterator[(bool, str)]  # a False ends it with 1.
 
 `Timed` is the `measure` of most cases. A case that fails is a row with an "error", and others go
 on. Keys that begin with "_" are printed and not written. Where `about` gives None, a file is a

@@ -10,9 +10,9 @@ from jax_mx.facts import directions
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.kinds import Kind
 from jax_mx.facts.sources import Source
+from jax_mx.norms.source import NormSource
 from jax_mx.sources.gated import ACTIVE, GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 Shape = tuple[int, ...]
@@ -128,7 +128,7 @@ def form_of(op: str, kernel: directions.Form) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """What a row that matches all of `where` must reach.
+    """The speed that a row must reach if it matches all of `where`.
 
     Attributes:
       where: of a row's names.

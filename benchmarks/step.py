@@ -1,16 +1,16 @@
 """A training step of a Llama-like transformer: tokens a second by way, on one GPU or under FSDP.
 
-    python -m benchmarks step  # on one device, 6 layers of Llama-3-8B
+    python -m benchmarks step  # one device, 6 layers of Llama-3-8B.
     python -m benchmarks step --devices 4 --layers 32 --ways bf16 rows flax "rows, explicit"
     python -m benchmarks step --checkpoint none --ways bf16 rows --profile
 
-A way is how products of layers multiply: *bf16*; one of our recipes, *rows* is
-`Recipe(window="row")`; *tensorwise*, FP8 with one scale a tensor in plain JAX; *flax*, its
-`Fp8DirectDotGeneralOp` with delayed scaling. Behind a comma: *mlp*, by `jax_mx.mlp`; *once*,
-weights by `quantize_weight` outside of the checkpoint; *explicit* and *shard_map*, FSDP on explicit
-axes and by `gather_weight`; otherwise it is by jit on automatic axes. Each row is the median of
-steps after the first ones, on the host's clock, each waited for; "ratio" is to *bf16* of the same
-run. "compile_s" is to trace, lower and compile; "temp_gb" is what XLA plans beside arguments.
+A way names the products of layers: *bf16*, or one of our recipes; *rows* is `Recipe(window="row")`.
+*tensorwise* is FP8 with one scale a tensor in plain JAX, *flax* its `Fp8DirectDotGeneralOp` with
+delayed scaling. Words behind a comma add to it: *mlp*, by `jax_mx.mlp`; *once*, weights by
+`quantize_weight` outside of the checkpoint. *explicit* is FSDP on explicit axes, *shard_map* FSDP
+by `gather_weight`; the default is jit on automatic axes. Each row is the median of steps after the
+first ones, on the host's clock, each waited for; "ratio" is to *bf16* of the same run. "compile_s"
+is the time to trace, lower and compile; "temp_gb" is XLA's memory besides arguments.
 
 `--lower` only lowers each way for CUDA, which takes no GPU: kernels are then in JAX_MX_CACHE. For
 several devices, XLA_FLAGS=--xla_force_host_platform_device_count=4 makes CPUs that stand for them.

@@ -6,15 +6,15 @@ python -m benchmarks sweep run FOLDER [--name NAME ...]    # on the GPU: times a
 
 NAME is a binary's: of windows, preprocessing, rows, activations, norms, or a product. Without one,
 --op, --form and --dtype say which quantizers. `run` takes the call that such a binary serves, at
---shape, or, of a product, in each of the cases below in which the launch picks it. It ends with the
-rows of the chip's table, see jax_mx/kernels/tuning.py: for each binary the fastest candidate that
-gives the reference's bytes. `--table FILE` writes the rows as a module, for an arch without a
-table, and adds the figures of all candidates to the JSON lines beside that file. A person decides,
-by a row's "where", whether it holds for more entries than those measured.
+--shape. For a product it takes each of the cases below in which the launch picks the binary. It
+ends with the rows of the chip's table, see jax_mx/kernels/tuning.py: for each binary the fastest
+candidate that gives the reference's bytes. `--table FILE` writes the rows as a module, for an arch
+without a table. It adds the figures of all candidates to the JSON lines next to that file. A person
+decides, by a row's "where", whether it holds for more entries than those measured.
 
-A record is one measurement. "kernel" and "where" are those of its row; "case" and "shape" say what
-was computed, "value" which tile was tried. A "note" says how the kernel differed from today's; with
-a null "value" it names what was measured instead of the kernel.
+A record is one measurement. "kernel" and "where" name its row; "case" and "shape" name the
+computation, "value" the tile. A "note" says how the kernel differed from today's; with a null
+"value" it names another measured program.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from jax_mx.facts.product_kernels import PRODUCTS, TILE, Binary, ProductKernel
 from jax_mx.facts.variants import Variant, layouts_of
 from jax_mx.kernels import tuning
 from jax_mx.kernels.shipped import existing
+from jax_mx.norms.source import NormSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 
 if TYPE_CHECKING:
     import jax
@@ -57,6 +57,7 @@ SMALL = (3, 160, 224)
 # Whose tiles products have: per row of the table, the module and its class.
 TILES = {
     "matmul.Warps": ("matmul_many", "CodeStages"),
+    "matmul.Direct": ("matmul_vector", "Lines"),
     "matmul.Few": ("matmul_few", "Rings"),
     "matmul_fp8.Windows": ("matmul_fp8", "Fp8Stages"),
     "wgrad_fp8.Windows": ("matmul_fp8", "Fp8Stages"),
@@ -73,6 +74,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "turns": (False, True),
     "ahead": (False, True),
     "warps": (4, 8),
+    "steps": (1, 2, 4),
     "grouped": (None,),
     "rows": (128, 256),
     "columns": (128, 256),
@@ -86,12 +88,13 @@ CASES = {
     "64 rows": (64, 7168, 4096, 0),
     "16 rows": (16, 7168, 4096, 0),
     "8 rows": (8, 7168, 4096, 0),
+    "1 row": (1, 7168, 4096, 0),
     "decode, 128 experts": (512, 2880, 2880, 128),
 }
 
 
 def candidates(variant: Binary) -> Iterator[Any]:
-    """What the binary's kernel class takes as `tile`: those worth a try."""
+    """The values of `tile` worth a try for the binary's kernel class."""
     from jax_mx.kernels.cutedsl import dequantize, kernel
 
     if isinstance(variant, ProductKernel):
@@ -149,7 +152,7 @@ def _of_whole_rows() -> Iterator[Any]:
 
 
 def _of_norms(variant: Variant) -> Iterator[Any]:
-    from jax_mx.kernels.cutedsl import norms
+    from jax_mx.norms import cutedsl as norms
 
     if variant.form == LAST:  # Rows: as many bytes in flight as registers allow
         for threads, rows in itertools.product((128, 256), (1, 2, 3, 4)):
@@ -203,7 +206,7 @@ def chosen(
 def fitting(variant: Binary, arch: str) -> Iterator[Any]:
     """The candidates but those that are known to spill in some entry of the binary."""
     kernel, _ = chosen(variant, arch)
-    layouts = layouts_of(variant) if isinstance(variant, Variant) else ("row_major",)
+    layouts = layouts_of(variant, arch) if isinstance(variant, Variant) else ("row_major",)
     entries = [*itertools.product((SCALE_LAYOUTS[layout] for layout in layouts), (True, False))]
     for tile in candidates(variant):
         fields = dataclasses.asdict(tile)
@@ -250,7 +253,7 @@ def _compile(arch: str, variant: Binary, tile: Any) -> tuple[bytes, dict[str, An
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Timing:
-    """What was measured of a candidate."""
+    """The measurement of a candidate."""
 
     us: float
     tile: str  # as in its file's name
@@ -533,7 +536,7 @@ def install(folder: Path, variant: Binary, facts: dict[str, Any]) -> None:
     import jax
 
     from jax_mx import _ffi
-    from jax_mx.lowering import store
+    from jax_mx.launch import store
 
     image = (folder / "kernels" / facts["sha256"]).read_bytes()
     _ffi.intern(facts["sha256"], image)

@@ -85,7 +85,7 @@ def run(fn: Callable[..., Any], inputs: Inputs, calls: int) -> None:
 
 
 def profile(fn: Callable[..., Any], inputs: Inputs, calls: int) -> list[Event]:
-    """What the device did for `calls` calls of `fn`, in a trace of their own."""
+    """The device's events for `calls` calls of `fn`, in a trace of their own."""
     return [event for one in profiles(fn, inputs, calls).values() for event in one]
 
 

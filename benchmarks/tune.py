@@ -1,13 +1,13 @@
 """Fills jax_mx/products/tables: which implementation serves the products of LLMs' layers.
 
-python -m benchmarks tune --seconds 500                      # on the chip; goes on where it ended
-python -m benchmarks tune --seconds 500 --out build/sm_90.json  # the same, into another file
-python -m benchmarks tune --rows 16384 --recipes mxfp8       # some of it
+python -m benchmarks tune --seconds 500                         # on the chip; it resumes a run.
+python -m benchmarks tune --seconds 500 --out build/sm_90.json  # into another file.
+python -m benchmarks tune --rows 16384 --recipes mxfp8          # some of it.
 
-Measures the three products of every layer (of few rows, as in decoding, the forward one alone), and
-writes the chip's table, and a Markdown table beside it, after every product: what is killed keeps
-what it has. What matters most comes first: models, rows and recipes are in the order of their
-importance, and a case comes the later, the farther behind its three are.
+The command measures the three products of every layer; for few rows, as in decoding, the forward
+one alone. It writes the chip's table, and a Markdown table next to it, after every product, so that
+a killed run keeps its results. Important cases come first: models, rows and recipes are in the
+order of their importance, and a case comes later, the farther behind its three are.
 """
 
 import argparse
@@ -132,14 +132,14 @@ def settled(entry: Measured, rule: str) -> Measured:
 def tuned(
     known: Choice, each: Sequence[Case], seconds: float, candidates: int, file: Path
 ) -> Choice:
-    """What is known, and what is measured beside it; writes both after every product.
+    """The known choice with new measurements; the file is written after every product.
 
     Args:
-      known: what has been measured already.
+      known: the earlier measurements.
       each: the layers.
       seconds: for all of them.
       candidates: of each product, at most.
-      file: to write; one that ends in .md beside it.
+      file: to write; a file that ends in .md is written next to it.
     """
     end = time.monotonic() + seconds
     place = tuning.place_of(())
@@ -158,7 +158,7 @@ def tuned(
 def measured(
     known: Choice, case: Case, place: Any, end: float, candidates: int
 ) -> Iterator[Measured]:
-    """What is measured of those products of a case that are not known."""
+    """New measurements, for the products of a case that are not known."""
     f, args = case.products
     for found in tuning.calls_in("tune", f, args)[0]:
         call, chip = found.call.in_a_shard, place.chips[0]

@@ -1,1 +1,1 @@
-"""What makes the site: `conf` is Sphinx's configuration, `tables` and `pictures` draw from code."""
+"""The site: `conf` is Sphinx's configuration, `tables` and `pictures` draw from code."""

@@ -3,8 +3,10 @@
 Each function draws one picture; `write` saves all of them as SVG.
 """
 
+import contextlib
 import functools
 import io
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,7 @@ def formats() -> Figure:
 
 
 def _magnitudes(name: str) -> np.ndarray:
-    """What `dequantize` gives of all codes from 0 to the largest, with a scale of 1."""
+    """The floats that `dequantize` gives for all codes from 0 to the largest, with a scale of 1."""
     format = FORMATS[name]
     codes = np.arange(256, dtype=np.uint8)
     codes = np.where(codes <= format.max_code, codes, 0).astype(np.uint8)
@@ -118,7 +120,7 @@ def window_scales() -> Figure:
 
 
 def losses() -> Figure:
-    """What each format loses of three kinds of data."""
+    """The loss of each format on three kinds of data."""
     figure = Figure(figsize=(8, 2.8), layout="constrained")
     axes = figure.add_subplot()
     rng = np.random.default_rng(0)
@@ -251,7 +253,7 @@ def layout(which: layouts.Layout) -> Figure:
 
 # ---- a tensor's path -----------------------------------------------------------------------------
 def path() -> Figure:
-    """What becomes of one call, station by station, as the code has it."""
+    """The path of one call, station by station, as the code has it."""
     shape, chip = (8, 256, 512), "sm_90"
     options: dict[str, Any] = {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -271,9 +273,9 @@ def path() -> Figure:
         ("arrays.views", "x as the kernel sees it; a bitcast to XLA",
          f"view {viewed}, in memory order {view.operand}"),
         ("lowering.registry", f"which implementation serves the plan on {chip}", name),
-        ("lowering.store", "the kernel by its content key: package, cache, or compiled now",
+        ("launch.store", "the kernel by its content key: package, cache, or compiled now",
          "sha256, launch rule"),
-        ("lowering.primitive", "one custom call in the program", "jax_mx: pointers and dimensions"),
+        ("launch.calls", "one custom call in the program", "jax_mx: pointers and dimensions"),
         ("ffi/launch.cc", "loads the binary, computes the grid, launches", "on XLA's stream"),
         ("ops.mxarray", "MXArray", f"values {q.values.shape}, scales {q.scales.shape}"),
     ]  # fmt: skip
@@ -353,6 +355,23 @@ def learning() -> Figure:
     return figure
 
 
+def tutorial() -> Figure:
+    """The curves of docs/tutorial.md, whose code runs here."""
+    page, names = Path(__file__).with_name("tutorial.md").read_text(), {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[:2]:
+            exec(compile(block, "tutorial.md", "exec"), names)
+    figure = Figure(figsize=(8, 2.8), layout="constrained")
+    axes = figure.add_subplot()
+    for (name, losses), color in zip(names["curves"].items(), (INK, BLUE, ORANGE), strict=True):
+        axes.plot(losses, color=color, lw=1.2, label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
 # ---- speed ---
 def step() -> Figure:
     """Tokens a second of a training step on one H100, by way, from benchmarks/results."""
@@ -396,6 +415,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
     "path": path,
     "layer": layer,
     "learning": learning,
+    "tutorial": tutorial,
     "speed": speed,
     "step": step,
     **{

@@ -20,19 +20,19 @@ from benchmarks.record import LARGE, RESULTS, command
 from benchmarks.report import one_run, read
 from jax_mx.command.multiplying import multiplying
 from jax_mx.facts import amd, formats, verified
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.variants import differ_in_bits, variants
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SOURCES, existing
+from jax_mx.launch.chips import ARCHS
 from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.norms.source import NormSource
 from jax_mx.products import tcgen05
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
-from jax_mx.sources.rms_norm import NormSource
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -113,7 +113,8 @@ def kernels() -> list[str]:
 
 def lacks() -> list[str]:
     """The kernels that AMD lacks."""
-    return [f"AMD has the kernels of this table, but none for {', nor for '.join(amd.LACKS)}."]
+    refused = (f"It has none for {kernels}." for kernels in amd.LACKS)
+    return [" ".join(("AMD has the kernels of this table, with exceptions.", *refused))]
 
 
 def sharding_no() -> list[str]:
@@ -215,9 +216,9 @@ def write_examples(folder: Path) -> None:
 
 # ---- what was measured ---------------------------------------------------------------------------
 def results(name: str) -> tuple[dict[str, Any], Rows]:
-    """What a file of benchmarks/results says of its run, or its rows of theirs; and the rows.
+    """The facts of a run from a file of benchmarks/results, or from its rows; and the rows.
 
-    Rows of what failed are left out.
+    Rows of failed cases are left out.
     """
     about, rows = read(RESULTS / f"{name}.json")
     rows = [row for row in rows if "error" not in row]
@@ -225,7 +226,7 @@ def results(name: str) -> tuple[dict[str, Any], Rows]:
 
 
 def of_rows(rows: Rows) -> dict[str, Any]:
-    """What rows themselves say of their run."""
+    """The facts of a run that its rows have."""
     keys = ("device", "commit", *["date"] * all("date" in row for row in rows))
     found = {key: dict.fromkeys(row[key] for row in rows) for key in keys}
     return {key: ", ".join(each) for key, each in found.items()}
@@ -234,8 +235,8 @@ def of_rows(rows: Rows) -> dict[str, Any]:
 def caption(about: Mapping[str, Any], measures: str, kernels: Sequence[str] = ()) -> str:
     """The sentence under a table: device, commit or date, command.
 
-    Of the kernels whose names begin as `kernels` do, which the run may have taken, it says how many
-    were other ones then.
+    The run may have taken kernels whose names begin as `kernels` say. The caption counts the ones
+    that were different then.
     """
     where = [about["device"], about.get("runs", "one run")]
     where += [f"commit {about['commit']}"] if about.get("commit") else []
@@ -426,7 +427,7 @@ PRODUCTS = {  # in `COMMANDS` of benchmarks/record.py: what is said above the ta
 
 
 def speed_products() -> list[str]:
-    """Products that read MX operands, and those of bfloat16 beside them."""
+    """Products that read MX operands, next to products of bfloat16."""
     lines = []
     for name, title in PRODUCTS.items():
         lines += [title, "", *_products(name), ""]
@@ -662,7 +663,7 @@ def speed_moe() -> list[str]:
 
 
 def _routing(rows: Rows) -> list[str]:
-    """What sorting tokens by expert takes, where it was measured."""
+    """The time to sort tokens by expert, where it was measured."""
     own = _of(rows, case="routing")
     lines = table(
         ("routing: ids, choices, experts", "way", "us"),
@@ -723,7 +724,7 @@ def speed_decode() -> list[str]:
 
 
 def loss_moe(of: str = "moe_step_small") -> list[str]:
-    """What a small transformer with experts learns, and which product costs MXFP4 what it loses."""
+    """The losses of a small transformer with experts, and MXFP4's loss by product."""
     about, rows = results(f"h200_{of}")
     losses = {row["way"]: row["losses"] for row in rows}  # of every tenth step
 
@@ -743,7 +744,7 @@ def loss_moe(of: str = "moe_step_small") -> list[str]:
 
 
 def speed_collectives(file: str = "h200x2_collectives", name: str = "collectives") -> list[str]:
-    """What moves between GPUs, in MX and in bfloat16."""
+    """Collectives between GPUs, in MX and in bfloat16."""
     if not (RESULTS / f"{file}.json").exists():
         return _unmeasured(name)
     about, rows = results(file)
@@ -834,7 +835,7 @@ def speed_mixture() -> list[str]:
 
 
 def counters() -> list[str]:
-    """What the hardware counts while our kernels run."""
+    """The hardware's counters while our kernels run."""
     about, rows = results("h200_counters")
     busy = [name for name in rows[0] if name not in ("case", "kernel", "us", "waits")]
     lines = table(
@@ -880,7 +881,7 @@ def sources() -> list[str]:
 
 
 def _made(source: Source) -> str:
-    """What a kernel makes of what, in words, whichever the activation."""
+    """The words for a source of floats, whichever the activation."""
     if isinstance(source, NormSource):
         words = "a norm of a sum" if source.added else "a norm"
         return words + "; the floats, too" * source.floats

@@ -32,7 +32,7 @@ RECIPE = jax_mx.Recipe(block=(32, 32))  # square blocks: one array serves forwar
 
 
 def weight_of(way: str, w: jax.Array, split: NamedSharding):
-    """What a product takes in w's place; float32 in parts comes in."""
+    """The weight for a product, from a float32 w that devices hold in parts."""
     w = w.astype(jnp.bfloat16)
     if way == "codes gathered":
         return jax_mx.gather_weight(w, split, RECIPE)

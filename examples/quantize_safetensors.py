@@ -3,8 +3,9 @@
     python examples/quantize_safetensors.py model.safetensors model-mx.safetensors
     python examples/quantize_safetensors.py          # of a small model that it makes first
 
-Blocks run along the last axis, which torch's linear layers contract. What is no matrix of floats,
-and what `--keep` names, stays as it is. The result loads with `jax_mx.load_safetensors`.
+Blocks run along the last axis, which torch's linear layers contract. Other tensors than matrices of
+floats, and tensors that `--keep` names, stay as they are. The result loads with
+`jax_mx.load_safetensors`.
 """
 
 import argparse

@@ -100,7 +100,7 @@ class Driver {
   // Why no call can be made; empty when calls can.
   const Failure& unusable() const { return unusable_; }
 
-  // As facts/chips.py names it: "sm_90" for compute capability 9.0, "gfx950".
+  // As launch/chips.py names it: "sm_90" for compute capability 9.0, "gfx950".
   virtual Failure Chip(int device, std::string* chip) const = 0;
 
   // One library serves every device of the process. The image is whole, and stays.

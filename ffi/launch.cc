@@ -2,7 +2,7 @@
 //
 // The call carries the kernel's name and everything that its launch needs; this file knows
 // pointers, integers and dimensions, and nothing of what the kernel computes.
-// jax_mx/facts/launch.py writes these attributes.
+// jax_mx/launch/rule.py writes these attributes.
 //
 // Attributes of the call
 //

@@ -24,7 +24,10 @@ from jax_mx.facts.layouts import SHUFFLED_16X16 as SHUFFLED_16X16
 from jax_mx.facts.layouts import SHUFFLED_32X8 as SHUFFLED_32X8
 from jax_mx.facts.layouts import ScaleLayout as ScaleLayout
 from jax_mx.facts.layouts import ValueLayout as ValueLayout
+from jax_mx.launch import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
 from jax_mx.lowering.quantizers import CHECKPOINT_NAME as CHECKPOINT_NAME
+from jax_mx.norms.rms_norm import Normed as Normed
+from jax_mx.norms.rms_norm import rms_norm as rms_norm
 from jax_mx.ops.activations import Gated as Gated
 from jax_mx.ops.checkpoints import from_checkpoint as from_checkpoint
 from jax_mx.ops.checkpoints import load_safetensors as load_safetensors
@@ -45,14 +48,11 @@ from jax_mx.ops.joining import swapaxes as swapaxes
 from jax_mx.ops.matmul import mx_matmul_reference as mx_matmul_reference
 from jax_mx.ops.mxarray import MXArray as MXArray
 from jax_mx.ops.mxarray import dequantize as dequantize
-from jax_mx.ops.norms import Normed as Normed
-from jax_mx.ops.norms import rms_norm as rms_norm
 from jax_mx.ops.packing import pack_mxfp6 as pack_mxfp6
 from jax_mx.ops.packing import unpack_mxfp6 as unpack_mxfp6
 from jax_mx.ops.preprocessing import Hadamard as Hadamard
 from jax_mx.ops.preprocessing import Stochastic as Stochastic
 from jax_mx.ops.preprocessing import hadamard as hadamard
-from jax_mx.ops.quantize import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
 from jax_mx.ops.quantize import quantize as quantize
 from jax_mx.ops.quantize import quantize_both as quantize_both
 from jax_mx.ops.support import is_supported as is_supported

@@ -24,9 +24,9 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 
 from jax_mx.facts import verified
-from jax_mx.facts.chips import ARCHS, arch_of, dsl_of
 from jax_mx.kernels.shipped import BINARIES
-from jax_mx.lowering import store, targets
+from jax_mx.launch import store, targets
+from jax_mx.launch.chips import ARCHS, arch_of, dsl_of
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -120,7 +120,7 @@ def pytest_configure(config):
 def pytest_collection(session):
     """Thousands of tests are there to stay: nothing of them is garbage, now or later.
 
-    Programs that modules run when they are imported are compiled quickly.
+    Computations of modules that are imported are compiled quickly.
     """
     global _quick
     _quick = not session.config.getoption("--thorough")
@@ -145,11 +145,11 @@ def on_emulator(item) -> bool:
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what is thorough if that is not asked for; sees to tests that need a GPU.
+    """Leaves out thorough tests without --thorough, and tests that lack their GPU.
 
-    Those that compile as users do come first, so that few programs are compiled in both ways.
-    Without a GPU that there are kernels for, tests marked gpu are left out, or fail if
-    JAX_MX_REQUIRE_GPU=1 asks for one.
+    Tests that compile as users do come first, so that few programs are compiled in both ways.
+    Without a GPU that has kernels, tests marked gpu are left out, or fail if JAX_MX_REQUIRE_GPU=1
+    asks for one.
     """
     cases = collections.Counter()
     for item in items:

@@ -12,13 +12,13 @@ import pytest
 from helpers import call, covering, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
-from jax_mx.facts.chips import ARCHS
-from jax_mx.facts.code_object import CodeObject
 from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import BLOCK
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import store
-from jax_mx.testing.memory import Global
+from jax_mx.launch import store
+from jax_mx.launch.chips import ARCHS
+from jax_mx.launch.code_object import CodeObject
+from jax_mx.launch.emulation.memory import Global
 
 POISON = 0xA7
 # Those of rows have tests of their own, tests/test_rows.py.
@@ -109,7 +109,7 @@ def example_of(variant, floats, **options) -> tuple[list[np.ndarray], list[np.nd
 
 
 def words_behind(variant, floats, **options) -> list[np.ndarray]:
-    """What a variant with preprocessing takes behind x, a uint32 per block, as it lies."""
+    """The block data of a variant with preprocessing: a uint32 per block, as it lies."""
     if not variant.block_data:
         return []
     made = traced(variant, floats, **options)
@@ -129,9 +129,9 @@ def traced(variant, like, **options):
 
 
 def plan_of(made) -> tuple:
-    """Which equation of a call's jaxpr binds a primitive of jax_mx, and its plan.
+    """The equation of a call's jaxpr that binds a primitive of jax_mx, and its plan.
 
-    Not the one that finds amaxes of rows for it.
+    The equation that computes amaxes of rows for it does not count.
     """
     ((at, plan),) = (
         (i, eqn.params["plan"])
@@ -193,7 +193,7 @@ class Program:
         return all(self.extent(*row[1:4]) % row[4] == 0 for row in rows if row[0] == entry)
 
     def align(self, entry: int) -> list[int]:
-        """What the address of each buffer must be a multiple of."""
+        """The number that must divide the address of each buffer."""
         return self.rule["align"].reshape(-1, len(self.dims))[entry].tolist()
 
     def launch(
@@ -224,7 +224,7 @@ class Program:
         groups = None if part == 1 else range(count - count // part, count)
         groups = range(count)[::-1] if late else groups
         if count:
-            from jax_mx.testing.emulator import Emulator  # which takes tinygrad
+            from jax_mx.launch.emulation.emulator import Emulator  # which takes tinygrad
 
             emulator = emulator or Emulator(self.code)
             emulator.launch(symbol, grid, threads, bytes(block), memory, order, groups)
@@ -232,7 +232,7 @@ class Program:
     def run(
         self, entry, operands, results, order="lockstep", slabs=1, emulator=None, late=False
     ) -> bool:
-        """Whether the bytes of `operands` give those of `results`; all as misaligned as may be.
+        """Whether `operands` give the bytes of `results`; all are as misaligned as may be.
 
         With `slabs`, these are the last slab of so many, of which no other exists.
         """

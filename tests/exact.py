@@ -13,7 +13,7 @@ from jax_mx.facts.formats import BLOCK, SCALE_DTYPE
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.product_kernels import PRODUCTS
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import targets
+from jax_mx.launch import targets
 
 
 # ---- operands ---

@@ -30,8 +30,8 @@ def bytes_in(q) -> tuple[np.ndarray, np.ndarray]:
 class Case:
     """A call, an array, and the way in which the call is made.
 
-    `way` is one of WAYS; `spec` says by which mesh axes the array is split, for those of meshes;
-    `picks`: whether the array is that of some rows of another.
+    `way` is one of WAYS; `spec` has the mesh axes that split the array, for ways on meshes. `picks`
+    says whether the array consists of some rows of another.
     """
 
     call: oracle.Call

@@ -2,9 +2,9 @@
 
     python tests/fuzz_handler.py EXTENSION RUNTIME DRIVER [--vendor hip] [--seed N] [--cases N]
 
-EXTENSION is _ffi.abi3.so, RUNTIME call_handler.cc and DRIVER fake_driver.cc, both compiled. What a
-call must come to is computed here from the comment that begins ffi/launch.cc. Each case is drawn
-from its own number, counted from the seed on, which the failure names.
+EXTENSION is _ffi.abi3.so, RUNTIME call_handler.cc and DRIVER fake_driver.cc, both compiled. This
+program computes the right end of a call from the comment that begins ffi/launch.cc. Each case is
+drawn from its own number, counted from the seed on, which the failure names.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import sys
 import handler_alone  # noqa: F401
 import images
 
-from jax_mx.facts.launch import ABI
+from jax_mx.launch.rule import ABI
 
 WIDTHS = {6: 1, 16: 2, 11: 4, 9: 8}  # bytes of an element, by XLA's number of its type
 ELEMENTS = (1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4)  # by CUDA's number of a tensor map's type
@@ -208,7 +208,7 @@ class Run:
         return packed + bytes(128 - len(packed))
 
     def launch(self) -> dict | None:
-        """What is launched; None: nothing."""
+        """The launch; None where there is none."""
         rule = self.rule
         insist(len(self.buffers) == rule.buffers, "another number of buffers")
         serving = [i for i in range(len(rule.symbols)) if self.serves(i)]
@@ -417,7 +417,7 @@ class Case:
         return bytes(changed)
 
     def code_object(self, kernel: dict) -> bytes:
-        """Whose metadata names the kernels; of few sizes, damaged or not."""
+        """A code object whose metadata names the kernels; of few sizes, damaged or not."""
         rng, sizes = self.rng, self.sizes or [8]
         sizes = [n if n <= 8 else 8 for n in sizes[:8]]
         while len(sizes) < len(self.sizes or []):
@@ -610,7 +610,7 @@ class Handler:
 
 
 def check(case: Case, handler: Handler, known: set[bytes], launches: int) -> tuple[str, int]:
-    """What the call came to; raises AssertionError if it should have come to something else."""
+    """The end of the call; raises AssertionError if another one is right."""
     try:
         want, why = case.expected(known, handler.base), None
     except Refused as refused:

@@ -27,8 +27,6 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_mx
-from jax_mx.facts import launch
-from jax_mx.facts.chips import arch_of
 from jax_mx.facts.directions import FORMS, LAST_TRANSPOSED, SECOND, Blocks
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES, SCALE_LAYOUTS
@@ -37,7 +35,10 @@ from jax_mx.facts.product_kernels import RESULTS, Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.sources import X
 from jax_mx.facts.variants import Variant, takes_zero_scale
-from jax_mx.lowering import primitive, quantizers, registry, store, targets
+from jax_mx.launch import rule as words
+from jax_mx.launch import store, targets
+from jax_mx.launch.chips import arch_of
+from jax_mx.lowering import primitive, quantizers, registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.products import AMAX, products_p
 from jax_mx.ops.planning import Options, planned
@@ -225,7 +226,7 @@ def call(variant, implementation=None, **options):
 
 
 def operand(variant, floats, **options):
-    """What the op takes, made of floats, or of an array of that shape: any bytes for dequantize."""
+    """The op's operand: the floats; for dequantize an MXArray of that shape, of any bytes."""
     if variant.op == "quantize":
         return jnp.asarray(floats)
     make, _ = op_of(variant, **options)
@@ -257,7 +258,7 @@ _MOVED = re.compile(
 
 
 def collectives(text: str) -> Counter:
-    """What a compiled program moves: how often each kind, of what type, of how many elements."""
+    """The collectives of a compiled program, counted by kind, type and number of elements."""
     found = Counter()
     for types, kind in _MOVED.findall(text):
         for dtype, shape in re.findall(r"([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]", types):
@@ -301,7 +302,7 @@ class InHand(store.Artifact):
     """A kernel that is in no folder: each call carries it."""
 
     def attributes(self, launch, scalars, carry):
-        """As those of an export."""
+        """The attributes of an export."""
         return super().attributes(launch, scalars, carry=True)
 
 
@@ -310,8 +311,8 @@ def stand_in(kernel: Binary, arch: str = "sm_90a") -> InHand:
     image = images.cuda()
     signature = kernel.signature if isinstance(kernel, Variant) else signature_of(kernel.op)
     count = len(signature.arrays)
-    entry = launch.Entry(f"{kernel.name}_0", (1,) * count, (32, 1, 1))
-    rule = launch.Launch(entries=(entry,)).to_json()
+    entry = words.Entry(f"{kernel.name}_0", (1,) * count, (32, 1, 1))
+    rule = words.Launch(entries=(entry,)).to_json()
     facts = {
         "sha256": images.sha256(image),
         "launches": dict.fromkeys((*SCALE_LAYOUTS, *RESULTS, "uint32"), rule),
@@ -333,7 +334,7 @@ def lowered_apart(name: str | None = None):
 
 @contextlib.contextmanager
 def changed_kernels(change: Callable):
-    """What is lowered takes kernels that `change` of facts and image has made others."""
+    """Programs that are lowered within it take kernels whose facts and image `change` changed."""
     get = store.get
 
     def changed(variant, arch):
@@ -423,8 +424,8 @@ def every_bfloat16() -> np.ndarray:
 def random_bits(shape: tuple[int, ...], dtype, seed: int = 0) -> np.ndarray:
     """Floats of uniformly random bits, NaN, infinities and subnormals included.
 
-    Half of the blocks are finite, and have one exponent each with a spread of a few binades, so
-    that elements do not all vanish beside the block's largest.
+    Half of the blocks are finite, and have one exponent each with a spread of a few binades. So
+    elements do not all vanish next to the block's largest.
     """
     rng = np.random.default_rng(seed)
     dtype = np.dtype(dtype)
@@ -654,7 +655,7 @@ def with_table(text: str, name: str, lines: Iterable[str]) -> str:
 
 
 def loaded_after(code: str) -> set[str]:
-    """The top-level modules of a new process that runs `code`."""
-    code += "\nimport sys; print('\\n'.join({name.split('.')[0] for name in sys.modules}))"
+    """The modules of a new process that runs `code`."""
+    code += "\nimport sys; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return set(run.stdout.split())

@@ -14,7 +14,7 @@ LAST, FIRST = -1, -2  # which axis of a matrix a product contracts
 
 
 def taken(x, axis, use, blocks, dtype):
-    """What a product takes of a matrix that it contracts along an axis, float64.
+    """The operand of a product, from a matrix that it contracts along an axis, float64.
 
     Zeros make up whole blocks along it; a Hadamard transform leaves something there.
     """
@@ -42,7 +42,7 @@ def rounded(x, dtype):
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def activated(gate_up, scale, activation, interleaved):
-    """What is between the products, float32, by weights of rows."""
+    """The activation between the products, float32, times the weights of rows."""
     halves = reference.halves(gate_up, activation, interleaved)
     return reference.gated_exactly(halves, activation) * scale[:, None]
 

@@ -5,8 +5,8 @@ from conftest import arch_here
 from helpers import assert_bits_equal, assert_same_array, call, operand, poison_memory
 
 import jax_mx
-from jax_mx.facts.chips import ARCHS
 from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.launch.chips import ARCHS
 
 # Those of rows have tests of their own, tests/test_rows.py.
 EACH = [v for v in SHIPPED if not v.source]
@@ -25,7 +25,7 @@ def assert_same(got, want, what=""):
 
 
 def check(variant, floats, **options):
-    """The kernel's bytes are those of the reference on the same device."""
+    """The kernel gives the reference's bytes on the same device."""
     x = operand(variant, floats, **options)
     want = jax.block_until_ready(jax.jit(call(variant, "xla", **options))(x))
     poison_memory()

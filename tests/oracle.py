@@ -1,8 +1,8 @@
-"""What jax_mx must give, in NumPy: written from the definition of the bytes, not from the library.
+"""The oracle in NumPy: written from the definition of the bytes, not from the library.
 
 Nothing here imports jax_mx or JAX. Elements are float64, in which a float32 times a power of two is
-exact, and are rounded by looking them up among the values of all codes; only the rules of scales
-are integers, since integers define them. Codes and scales are uint8 arrays.
+exact. They are rounded by a look-up among the values of all codes; only the rules of scales are
+integers, since integers define them. Codes and scales are uint8 arrays.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def scale_of(b: np.ndarray, format: Format, scaling: str, zero_scale: int = 0) -
 
 
 def over_windows(amax: np.ndarray, window, axes) -> np.ndarray:
-    """What blocks along these axes have, with the largest of its window in the place of each."""
+    """The amaxes of blocks along these axes, each replaced by the largest of its window."""
     for axis in axes if window != BLOCK else ():
         length = amax.shape[axis]
         step = length if window == "row" else (window if isinstance(window, int) else 128) // BLOCK
@@ -254,7 +254,7 @@ def untiled(tiles: np.ndarray, rows: int, cols: int, layout: str) -> np.ndarray:
 # ---- the ops ---
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a call of quantize asks for, as `jax_mx.quantize` names it.
+    """The arguments of a call of quantize, as `jax_mx.quantize` names them.
 
     `axis` is negative; `negative` says which signs a transform of `hadamard` elements flips first.
     """

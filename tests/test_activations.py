@@ -27,11 +27,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import reference
 from jax_mx.facts.activations import ACTIVATIONS, GATED
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import layouts_of
 from jax_mx.facts.windows import lengths_of
 from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.launch.chips import ARCHS
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
@@ -110,7 +110,7 @@ def exact_slope(gate, name):
 
 
 def factor(up, name):
-    """What multiplies the part."""
+    """The factor of the part."""
     return np.clip(up, -7, 7) + 1 if name == "gpt_oss" else up
 
 
@@ -189,7 +189,7 @@ def wanted(gate_up, name="swiglu", weights=None) -> np.ndarray:
 
 
 def wanted_gradient(gate_up, dy, name="swiglu", weights=None) -> np.ndarray:
-    """The derivative of `gated` of bfloat16, likewise."""
+    """The derivative of `gated` of bfloat16, by NumPy."""
     gate, *up = np.split(np.asarray(gate_up), 2, -1) if name in GATED else [np.asarray(gate_up)]
     dy, bits = settled(np.asarray(dy).astype(np.float32)), gate.view(np.uint16)
     with np.errstate(all="ignore"):
@@ -264,10 +264,11 @@ def off(got, want, bits: int, least: float):
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.parametrize("what", ["part", "slope"])
 def test_no_gate_is_near_a_tie(what, name):
-    """What is rounded lies further off than a chip's exponential and its reciprocal may err.
+    """A number before rounding is further from a tie than a chip's exponential and reciprocal err.
 
-    That is 2^-20.5 of the number, and where exp(-z) counts, 2^-22.5 z more, or 2^-21.5 z where z
-    is a polynomial of the gate; of terms that cancel each other, of the terms.
+    They err by 2^-20.5 of the number. Where exp(-z) counts, they err by 2^-22.5 z more, or by
+    2^-21.5 z where z is a polynomial of the gate. If terms cancel each other, the errors are
+    relative to the terms.
     """
     gate = doubles(EVERY)
     gate = gate[np.isfinite(gate)]
@@ -291,7 +292,7 @@ def test_no_gate_is_near_a_tie(what, name):
 @pytest.mark.optimized
 @each_name
 def test_the_float_is_defined(name):
-    """For every gate, by XLA in both of its ways; and so is the product."""
+    """XLA gives the defined float and product for every gate, in both of its ways."""
     one = one_up(EVERY, name)
     x, weights = every_gate(), np.random.default_rng(0).normal(size=512).astype(np.float32)
     x = x if name in GATED else x[:, :128]
@@ -697,7 +698,7 @@ def test_one_call_of_each_of_a_batch(what):
 @pytest.mark.parametrize("kind", AxisType, ids=str)
 @pytest.mark.parametrize("what", ["gates", "up", "sums"])
 def test_shards(kind, what):
-    """Ups apart, and sums, whose rows are split as those of the gradient are."""
+    """Ups apart, and sums, whose rows are split like the gradient's."""
     x, dy = exact_gradient(128)
 
     def run(x, dy):
@@ -723,7 +724,7 @@ HERE = [v for v in ACTIVE if arch_here() is None or arch_here() in ARCHS[v.imple
 SHAPES = {
     "last": [(7, 96), (513, 4128), (129, 160), (1, 32)],
     "second": [(32, 1), (160, 257), (96, 7), (544, 72), (64, 1145)],
-    "both": [(32, 32), (96, 160), (288, 544), (544, 4128)],
+    "both": [(32, 32), (96, 160), (160, 224), (64, 320), (288, 544), (544, 4128)],
 }
 
 
@@ -740,7 +741,7 @@ def fitting(variant, length: int) -> int:
 
 
 def made_by(variant, x, weights=None):
-    """What asks for a variant, and what that quantizes, for all gates, then all ups."""
+    """The activation that asks for a variant, and the floats that it quantizes."""
     name, turns = variant.source.activation, variant.source.interleaved
     if isinstance(variant.source, GatedSource):
         own = jax_mx.Gated(name, weights, interleaved=turns)
@@ -754,14 +755,14 @@ def made_by(variant, x, weights=None):
 
 
 def most(variant) -> float:
-    """What ups and gradients are less than: no sum is to be a NaN, whose bits are the device's."""
+    """The bound of ups and gradients: no sum may be a NaN, whose bits depend on the device."""
     return 2.0**60 if "sums" in [array.name for array in variant.source.results] else np.inf
 
 
 def reference_of(variant, floats, **how):
-    """What XLA makes of these floats: codes and scales, and they, where the variant gives them.
+    """XLA's codes and scales of these floats; and the floats, where the variant gives them.
 
-    And their sums, by NumPy.
+    Their sums, by NumPy, follow.
     """
     found = jax.jit(call(variant, "xla", **how))(floats)
     beside = {"sums": sums_of, "floats": lambda x: x}
@@ -785,7 +786,7 @@ def near_the_least() -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_products_near_the_least_normal_number():
-    """What 24 bits have below it is 0, also where float32, of fewer there, would round it up."""
+    """A product of 24 bits below it is 0, also where float32, with fewer bits, would round up."""
     x, weights = near_the_least()
     want = wanted(x, "swiglu", weights)
     exact = 32 * x[:, 32].astype(np.float64) * weights
@@ -830,7 +831,7 @@ def test_the_float_is_the_same_on_the_gpu(name):
 @pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 def test_every_kernel(variant):
     """Every gate; each layout, scaling and entry; lengths off every tile."""
-    scalings, layouts = [*Scaling], layouts_of(variant)
+    scalings, layouts = [*Scaling], layouts_of(variant, arch_here() or "")
     form = str(variant.form).removesuffix("_transposed")
     for i, (rows, length) in enumerate(SHAPES[form]):
         length = fitting(variant, length)

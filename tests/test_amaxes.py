@@ -27,7 +27,8 @@ from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Scaling
 from jax_mx.facts.kinds import Kind
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import quantizers, store
+from jax_mx.launch import store
+from jax_mx.lowering import quantizers
 from jax_mx.products.multiply import equations
 
 

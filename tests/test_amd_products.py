@@ -14,10 +14,10 @@ import pytest
 from exact import assert_equal, assert_equal_or_flushed, changed, floats, integers, wanted
 
 import jax_mx
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.product_kernels import PRODUCTS, RESULTS, ProductKernel
-from jax_mx.lowering import store
+from jax_mx.launch import store
+from jax_mx.launch.chips import ARCHS
 from jax_mx.products.decide import decided
 from jax_mx.products.multiply import contractions_in
 
@@ -25,10 +25,10 @@ pytest.importorskip("tinygrad")
 
 from emulation import Program, placed
 
-from jax_mx.facts.code_object import CodeObject
+from jax_mx.launch.code_object import CodeObject
+from jax_mx.launch.emulation.emulator import ORDERS
+from jax_mx.launch.emulation.memory import Global
 from jax_mx.testing import emulate
-from jax_mx.testing.emulator import ORDERS
-from jax_mx.testing.memory import Global
 
 KERNELS = [product for product in PRODUCTS if product.implementation == "flydsl"]
 EVERY = [*itertools.product(KERNELS, ARCHS["flydsl"])]
@@ -73,7 +73,7 @@ class Product(Program):
         self.rule = artifact.attributes(dtype, {"tiled": bits}, carry=False)
 
     def y(self, entry=0, order="lockstep", emulator=None) -> np.ndarray:
-        """What an entry gives, of arrays that are aligned as it wants and no more."""
+        """The result of an entry, for arrays with just the alignment that it needs."""
         memory, addresses, result = Global(), [], None
         for i, (array, align) in enumerate(
             zip([*self.arrays, self.result], self.align(entry), strict=True)

@@ -11,7 +11,7 @@ from helpers import assert_bits_equal, assert_refused, assert_same_array, normal
 
 import jax_mx
 from jax_mx.facts import formats, layouts
-from jax_mx.facts.chips import chips_of
+from jax_mx.launch.chips import chips_of
 
 
 @pytest.mark.sampled(16)

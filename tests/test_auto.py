@@ -12,7 +12,7 @@ from helpers import assert_bits_equal, assert_refused, normal
 
 import jax_mx
 from jax_mx import MXFP4, MXFP8, MXFP8_ROWS, MXFP8_WINDOWS, Recipe
-from jax_mx.lowering import targets
+from jax_mx.launch import targets
 from jax_mx.products import auto
 from jax_mx.products.recipes import RECIPES
 
@@ -112,7 +112,7 @@ def test_of_weights_that_are_quantized():
 
 
 def test_the_device_of_a_trace(monkeypatch):
-    """The default one, a mesh's, a committed array's; without a GPU those of JAX_MX_ARCHS."""
+    """The default device, a mesh's, a committed array's; without a GPU that of JAX_MX_ARCHS."""
     monkeypatch.delenv("JAX_MX_ARCHS", raising=False)
     assert targets.chips_of_trace(()) == ["cpu"]
     with jax.set_mesh(jax.make_mesh((8,), ("a",), devices=jax.devices("cpu"))):

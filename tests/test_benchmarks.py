@@ -128,7 +128,7 @@ def test_rotation_overruns_l2():
 
 
 def profile(*events, line="Stream #13(Kernel,MemcpyD2D)", plane="/device:GPU:0"):
-    """What a profiler would have written of (name, start in us, duration in us)."""
+    """The text of a profile with these events: (name, start in us, duration in us)."""
     names = sorted({name for name, _, _ in events})
     text = " ".join(
         f"events {{ metadata_id: {names.index(name) + 1} offset_ps: {start * 10**6} "
@@ -336,7 +336,7 @@ def test_rows_have_the_keys_of_the_stored_ones(file, rows_by):
 @pytest.mark.parametrize("name", [n for n in runner.commands() if n in {w.split()[0] for _, w in
                                   record.COMMANDS.values()}])  # fmt: skip
 def test_everything_that_is_measured_runs(name, rows_by):
-    """What does not is for GPUs alone, and says so."""
+    """A case that does not run is for GPUs alone, and says so."""
     for row in rows_by(name, "--smoke"):
         assert row.get("us", row.get("ms", 0)) > 0 or "CPU" in row["error"] or "wgrad" in (
             row.get("case", "")) or "not on cpu" in row["error"]  # fmt: skip
@@ -464,7 +464,7 @@ def test_a_row_says_what_a_call_costs(rows_by, capsys):
 
 
 def asked(*argv):
-    """What a command line measures."""
+    """The quantizers that a command line measures."""
     return list(quantizers.quantizers(runner.parsed(argv)[2]))
 
 
@@ -495,7 +495,7 @@ def test_every_form_is_a_row(rows_by):
 
 @pytest.mark.thorough
 def test_picked_rows_are_rows(rows_by):
-    """What moves is counted once: the rows of x that the numbers name, and what comes of all."""
+    """Bytes count once: the rows of x that the numbers name, and the results of all."""
     forms = ("axis -1", "both transposed", "dequantize")
     options = ("--source", "rows", "--form", *forms, "--repeats", 1, "--shapes", "64x64,2x64x64")
     rows = rows_by(*options)
@@ -901,7 +901,7 @@ def test_the_bound_of_products():
 
 
 def test_counters_become_rows(monkeypatch):
-    """Units are those of the header; what a chip does not count stays empty."""
+    """The header has the units; a counter that a chip lacks stays empty."""
     names = ["gpu__time_duration.sum", "dram__throughput.avg.pct_of_peak_sustained_elapsed"]
     waits = [counters.STALL.format(stall) for stall in ("wait", "barrier", "sleeping")]
     told = [

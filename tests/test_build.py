@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from helpers import loaded_after
 
-from jax_mx.facts import content, verified
-from jax_mx.facts.chips import ARCHS
-from jax_mx.kernels import build
-from jax_mx.kernels.build import EXECUTED
+from jax_mx.facts import binary, verified
+from jax_mx.kernels import build as ours
+from jax_mx.kernels.build import EVERY, EXECUTED
 from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
-from jax_mx.lowering import store
+from jax_mx.launch import build, content, store
+from jax_mx.launch.chips import ARCHS
 
 COMPILED = shutil.ignore_patterns("__pycache__")  # what a cache holds is no source
 FIRST = {dsl: next(v for v in SHIPPED if v.implementation == dsl) for dsl in ARCHS}
@@ -25,7 +25,7 @@ def test_the_build_imports_no_jax():
         "import os, runpy, sys\n"
         "os.environ.pop('JAX_MX_ARCHS', None)\n"
         "sys.argv = ['build']\n"
-        f"try: runpy.run_path({build.__file__!r}, run_name='__main__')\n"
+        f"try: runpy.run_path({ours.__file__!r}, run_name='__main__')\n"
         "except SystemExit as e: assert not e.code"
     )
     assert modules.isdisjoint({"jax", "jaxlib", "rich", "cutlass", "flydsl"})
@@ -33,12 +33,14 @@ def test_the_build_imports_no_jax():
 
 def test_kernels_import_no_jax():
     """As a compiling process imports them: without the package's __init__, where JAX is missing."""
-    worker = Path(build.__file__).with_name("worker.py")
+    worker = Path(content.__file__).with_name("worker.py")
     modules = loaded_after(
         f"import runpy\nrunpy.run_path({str(worker)!r})['without_jax']()\n"
         "import jax_mx.kernels.cutedsl.compile, jax_mx.kernels.cutedsl.quantize"
     )
     assert "cutlass" in modules and "jax" not in modules
+    launch = {name.removeprefix("jax_mx.launch.") for name in modules if ".launch." in name}
+    assert launch - {"binary"} == {*content._COMPILING["cutedsl"]}  # their change is another key
 
 
 # Kernels of archs that none of them was executed on, here or on a GPU.
@@ -66,9 +68,21 @@ def _places(dsl: str) -> list[Path]:
     package = Path(build.__file__).parents[1]
     folders = ("facts", "sources", f"kernels/{dsl}")
     found = [path for folder in folders for path in (package / folder).glob("*.py")]
-    shared = ("entry.py", "geometry.py", "noise.py", "tuning.py")
-    found += [package / "kernels" / name for name in shared]
+    shared = ("kernels/entry", "kernels/geometry", "kernels/noise", "kernels/tuning")
+    shared += (f"launch/{dsl}", "launch/chips", "launch/entry", "launch/rule")
+    found += [package / f"{name}.py" for name in shared]
+    rooms = [package / "norms" / name for name in ("source.py", f"{dsl}.py")]
+    found += [path for path in rooms if path.exists()]
     return [path.relative_to(package) for path in found]
+
+
+def _key(variant, arch: str, package: Path) -> str:
+    """The key of sources that lie in a copy of the package."""
+    content._digest.cache_clear()
+    binary.files_of.cache_clear()
+    dsl = variant.implementation
+    files = binary.files_of(dsl, arch, package), content.files_of(dsl, package / "launch")
+    return content.key_of(variant, arch, (*files[0], *files[1]))
 
 
 def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
@@ -87,13 +101,12 @@ def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
 def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypatch):
     """A stale binary cannot pass: what an entry is made of is in files that the key hashes."""
     package = Path(build.__file__).parents[1]
-    for folder in ("facts", "sources", "kernels"):
+    for folder in ("facts", "launch", "sources", "norms", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     variant, places = FIRST[dsl], [*_places(dsl), *_tables(dsl, arch, monkeypatch)]
 
     def key() -> str:
-        content._digest.cache_clear()
-        return content.key_of(variant, arch, tmp_path)
+        return _key(variant, arch, tmp_path)
 
     first, seen = key(), set()
     assert first == content.key_of(variant, arch)  # where a package lies does not matter
@@ -110,24 +123,21 @@ def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypat
         if table.relative_to(tmp_path) not in places:
             table.write_text("")
     assert key() == first
-    content._digest.cache_clear()
 
 
 def test_a_key_changes_with_what_a_table_says(tmp_path):
     """With `value_layouts_of` changed, a kernel's scalars are others; its key once stayed."""
     package = Path(build.__file__).parents[1]
-    for folder in ("facts", "sources", "kernels"):
+    for folder in ("facts", "launch", "sources", "norms", "kernels"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     table = tmp_path / "facts" / "variants.py"
-    before = content.key_of(FIRST["cutedsl"], "sm_90a", tmp_path)
+    before = _key(FIRST["cutedsl"], "sm_90a", tmp_path)
     text = table.read_text()
     assert 'return ("row_major",)' in text
     table.write_text(
         text.replace('return ("row_major",)', 'return ("row_major", "shuffled_16x16")')
     )
-    content._digest.cache_clear()
-    assert content.key_of(FIRST["cutedsl"], "sm_90a", tmp_path) != before
-    content._digest.cache_clear()
+    assert _key(FIRST["cutedsl"], "sm_90a", tmp_path) != before
 
 
 def test_a_key_changes_with_compilers_variant_and_arch(monkeypatch):
@@ -145,7 +155,7 @@ def test_the_build_is_incremental_by_content(implementation, tmp_path, monkeypat
     variant = FIRST[implementation]
     arch = {"cutedsl": "sm_90a", "flydsl": "gfx950"}[implementation]
     monkeypatch.setattr(build, "BINARIES", tmp_path)
-    assert build.build([(variant, arch)]) == 0
+    assert build.build([(variant, arch)], EVERY) == 0
     assert "0 of 1 binaries are up to date" in capsys.readouterr().out
     facts = build.read_manifest()[f"{variant.name}.{arch}"]
     file = tmp_path / facts["sha256"]
@@ -154,7 +164,7 @@ def test_the_build_is_incremental_by_content(implementation, tmp_path, monkeypat
     usage = [entry["usage"] for entry in build.entries_of(facts)]
     for each in usage:
         assert each["registers"] > 16 and each["shared"] >= 0 and each["stack"] == 0
-    build.build([(variant, arch)])
+    build.build([(variant, arch)], EVERY)
     assert "1 of 1 binaries are up to date" in capsys.readouterr().out
     assert first == (file.stat().st_mtime_ns, file.read_bytes())
     build.report([(variant, arch), (variant, "sm_42")])
@@ -162,7 +172,7 @@ def test_the_build_is_incremental_by_content(implementation, tmp_path, monkeypat
     assert out.count(arch) == out.count(" row_major ") == 1 and "sm_42" not in out
     file.write_bytes(first[1][:-1])  # damaged
     (tmp_path / "left_over").write_bytes(b"")
-    build.build([(variant, arch)])
+    build.build([(variant, arch)], EVERY)
     assert file.read_bytes() == first[1] and not (tmp_path / "left_over").exists()
     monkeypatch.setattr(build, "key_of", lambda *_: "another source")
     assert not build.is_current(facts, variant, arch)
@@ -173,29 +183,29 @@ def test_a_spill_fails_the_build(tmp_path, monkeypatch, capsys):
     facts = {"name": "a.sm_90a", "sha256": "0", "launches": {"row_major": {"entries": entries}}}
     monkeypatch.setattr(build, "BINARIES", tmp_path)
     monkeypatch.setattr(build, "compile_all", lambda jobs: [(b"", facts) for _ in jobs])
-    assert build.build([(SHIPPED[0], "sm_90a")]) == 1
+    assert build.build([(SHIPPED[0], "sm_90a")], EVERY) == 1
     assert "a.sm_90a: a_1 spills 8 bytes of registers" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]  # nothing to launch
 
 
 def test_which_archs_a_build_is_for(monkeypatch):
-    assert build.jobs_of([]) == []
+    assert build.picked(EVERY, []) == []
     monkeypatch.setattr(build, "native", lambda: ["sm_90a"])
-    one = build.jobs_of(["native"], "quantize_last_float16_mxfp8_e4m3")
+    one = build.picked(EVERY, ["native"], "quantize_last_float16_mxfp8_e4m3")
     assert [arch for _, arch in one if _.op == "quantize"] == ["sm_90a"]
-    archs = {arch for _, arch in build.jobs_of(["all"])}
+    archs = {arch for _, arch in build.picked(EVERY, ["all"])}
     assert archs == {arch for dsl in ARCHS.values() for arch in dsl}
-    assert {v.op for v, _ in build.jobs_of(["gfx950:dequantize"])} == {"dequantize"}
+    assert {v.op for v, _ in build.picked(EVERY, ["gfx950:dequantize"])} == {"dequantize"}
     with pytest.raises(ValueError, match="unknown arch sm_91; there are sm_80, "):
-        build.jobs_of(["sm_91"])
+        build.picked(EVERY, ["sm_91"])
 
 
 def test_what_is_here_is_what_was_verified(monkeypatch, tmp_path, capsys):
     variant = FIRST["flydsl"]
     store.get(variant, "gfx950")
-    assert build.check([(variant, "gfx950")]) == 0
+    assert ours.check([(variant, "gfx950")]) == 0
     assert "1 binaries are what was verified" in capsys.readouterr().out
     monkeypatch.setattr(verified, "FOLDER", tmp_path)
     monkeypatch.setattr(verified, "read", lambda arch: {})
-    assert build.check([(variant, "gfx950")]) == 1
+    assert ours.check([(variant, "gfx950")]) == 1
     assert "is not in jax_mx/verified" in capsys.readouterr().out

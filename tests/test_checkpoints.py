@@ -1,4 +1,4 @@
-"""What is saved comes back as it was, or an error says in what the target differs."""
+"""Saved arrays come back as they were, or an error says how the target differs."""
 
 import importlib.util
 import json

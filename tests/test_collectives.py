@@ -78,7 +78,7 @@ OPTIONS = {
 
 
 def unit_of(options: dict) -> int:
-    """What parts of an array hold whole."""
+    """The number of elements that each part of an array holds whole."""
     units = {"blocked_128x4": 128, "shuffled_32x8": 256}
     return 128 if "window" in options else units.get(options.get("scale_layout"), 32)
 
@@ -332,7 +332,7 @@ def moved(q, **arguments):
 
 
 def of_weight(codes: int) -> dict[str, Moves]:
-    """What a gathered weight moves, and its gradient."""
+    """The moves of a gathered weight and of its gradient."""
     local = {"all-gather u8": codes, "reduce-scatter f32": FLOATS // 2}
     return auto({"all-gather u8": codes, "all-reduce f32": FLOATS}, shard_map=local)
 
@@ -373,7 +373,7 @@ CELLS: dict[str, tuple] = {
 
 @functools.cache
 def operands(name: str):
-    """What is moved, or x, w and dy of small integers, of which every sum is exact."""
+    """The moved array, or x, w and dy of small integers, so that every sum is exact."""
     if "gather_weight" not in name:
         return (jnp.asarray(random_bits(SHAPE, jnp.bfloat16)),)
     rng, shapes = np.random.default_rng(0), ((256, 512), (512, 1024), (256, 1024))

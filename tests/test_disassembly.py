@@ -1,4 +1,4 @@
-"""What AMD binaries do to memory where operands are aligned: 16 bytes a lane, side by side."""
+"""AMD binaries access memory with aligned operands: 16 bytes a lane, side by side."""
 
 import collections
 
@@ -9,7 +9,7 @@ import pytest
 
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.facts.variants import layouts_of
-from jax_mx.lowering import store
+from jax_mx.launch import store
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("jax_mx.kernels")  # not in a wheel
@@ -17,8 +17,8 @@ pytest.importorskip("jax_mx.kernels")  # not in a wheel
 from emulation import FLYDSL, Program, each_binary, words_behind
 from helpers import call, operand, preprocessing
 
-from jax_mx.facts.code_object import CodeObject
-from jax_mx.testing.memory import Global
+from jax_mx.launch.code_object import CodeObject
+from jax_mx.launch.emulation.memory import Global
 
 BRANCHES = ("s_cbranch", "s_branch")
 BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "short": 2,
@@ -113,7 +113,7 @@ ONE_FORMAT = [v for v in FLYDSL if {*v.formats} in ({MXFP8_E4M3}, {MXFP4_E2M1})]
 
 @each_binary(ONE_FORMAT, 1)
 def test_accesses_coalesce(variant, arch):
-    """What a wave accesses at once are whole pieces of memory, of a tensor of whole tiles."""
+    """A wave accesses whole pieces of memory at once, of a tensor of whole tiles."""
     for layout in layouts_of(variant):
         options = {"scale_layout": layout, **preprocessing(variant, of=jnp.asarray)}
         program = Program(variant, arch, (256, 256), **options)

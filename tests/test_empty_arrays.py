@@ -75,7 +75,7 @@ def cases_of_experts():
 
 
 def with_gradients(f, number=2):
-    """What gives f's result and the gradients to its first operands."""
+    """A function for f's result and the gradients to its first operands."""
 
     def run(*args):
         given, rest = args[:number], args[number:]

@@ -1,6 +1,6 @@
 """Every AMD variant that ships, executed: the binary, in an emulator, through the same handler.
 
-Bits equal to the reference. What runs here is recorded as "emulated" (conftest.py).
+The bits equal the reference. conftest.py records the variants that run here as "emulated".
 """
 
 import contextlib
@@ -35,10 +35,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.variants import layouts_of
-from jax_mx.lowering import primitive, store
+from jax_mx.launch import store
+from jax_mx.launch.chips import ARCHS
+from jax_mx.lowering import primitive
 
 pytest.importorskip("tinygrad")
 
@@ -54,9 +55,9 @@ from emulation import (
     words_behind,
 )
 
+from jax_mx.launch.emulation.emulator import ORDERS
 from jax_mx.reference import noise as noise_of
 from jax_mx.testing import emulate
-from jax_mx.testing.emulator import ORDERS
 
 each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])
 PREPROCESSED = [v for v in FLYDSL if v.changes_elements]

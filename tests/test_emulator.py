@@ -11,9 +11,9 @@ pytest.importorskip("tinygrad")
 from tinygrad.renderer.amd.dsl import DPP, EXEC_HI, SDWA, s, v
 from tinygrad.runtime.autogen.amd.cdna import ins
 
-from jax_mx.testing import instructions as isa
-from jax_mx.testing.emulator import GARBAGE, Emulator, Space, Waves, unpack
-from jax_mx.testing.memory import Fault, Global, Shared
+from jax_mx.launch.emulation import instructions as isa
+from jax_mx.launch.emulation.emulator import GARBAGE, Emulator, Space, Waves, unpack
+from jax_mx.launch.emulation.memory import Fault, Global, Shared
 
 U32, U64 = np.uint32, np.uint64
 EXEC, CARRY = 126, 20  # registers: EXEC, and where tests put other masks
@@ -86,6 +86,7 @@ SCALAR = {
     "s_sub_i32": [((0x80000000, 1), 0, 0x7FFFFFFF, 1), ((0, 1), 1, M1, 0)],
     "s_mul_i32": [((M1, 5), 1, M1 - 4, None)],
     "s_mul_hi_u32": [((M1, 16), 0, 15, None)],
+    "s_mul_hi_i32": [((M1, 16), 1, M1, None), ((0x7FFFFFFF, 4), 0, 1, None)],
     "s_and_b32": [((6, 3), 0, 2, 1), ((4, 3), 1, 0, 0)],
     "s_or_b32": [((4, 3), 0, 7, 1), ((0, 0), 1, 0, 0)],
     "s_xor_b32": [((6, 3), 0, 5, 1), ((6, 6), 1, 0, 0)],
@@ -498,7 +499,7 @@ def test_conversions_round_to_nearest_even():
 def test_conversions_to_4_bits():
     """To nearest even, saturated, signs kept; opsel names the byte, of which the others stay.
 
-    That so does an MI355X, 0.25 and what is just above it included, stands in ROCm/aiter#974.
+    ROCm/aiter#974 shows that an MI355X does this, also for 0.25 and the number just above it.
     """
     values = [0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6.5, np.inf]
     values += [0.25000003, 0.3, 1.2500001, 5.000001, 1e-40]
@@ -559,7 +560,7 @@ A, B, C, D, SCALES = 0, 8, 16, 16, 48  # vector registers
 
 
 def place_in(side: int, row: int, col: int) -> tuple[int, int]:
-    """Which of D's registers, and lane, has an element; by AMD's register layouts."""
+    """The register of D, and the lane, that have an element, by AMD's register layouts."""
     if side == 16:
         return row % 4, row // 4 * 16 + col
     return row // 8 * 4 + row % 4, row // 4 % 2 * 32 + col

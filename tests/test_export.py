@@ -1,4 +1,4 @@
-"""What is exported gives the same bits, also of other lengths and in a process of its own."""
+"""Exported programs give the same bits, also for other lengths and in another process."""
 
 import os
 import textwrap
@@ -13,7 +13,7 @@ from helpers import assert_bits_equal, on_eight, random_bits
 import jax_mx
 from jax_mx import Hadamard, Stochastic
 from jax_mx.facts.layouts import VALUE_LAYOUTS
-from jax_mx.lowering import store
+from jax_mx.launch import store
 from jax_mx.ops import mxarray
 from jax_mx.ops.metadata import Known
 
@@ -178,7 +178,7 @@ def test_a_sharded_program_is_exported_and_runs_elsewhere(tmp_path):
     np.save(tmp_path / "x.npy", x)
     export = """
     from helpers import stand_in
-    from jax_mx.lowering import store
+    from jax_mx.launch import store
     store.obstacle, store.get = lambda *_: "", stand_in  # its kernels do not run here
     x = jax.ShapeDtypeStruct((256, 512), "float32", sharding=NamedSharding(mesh, P("a", "b")))
     exported = jax.export.export(

@@ -1,4 +1,4 @@
-"""MXFP4 as JAX's float4, and products of quantized operands: the bytes are those of MXArrays."""
+"""MXFP4 as JAX's float4, and products of quantized operands: they give the bytes of MXArrays."""
 
 import dataclasses
 import re

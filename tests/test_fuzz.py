@@ -25,7 +25,7 @@ import jax_mx
 from jax_mx.facts import layouts
 from jax_mx.facts.activations import ACTIVATIONS
 from jax_mx.facts.formats import FORMATS, SCALE_DTYPE
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.testing import emulate
 
 pytestmark = pytest.mark.optimized
@@ -40,7 +40,7 @@ def examples(share: float):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget():
-    """What random programs leave behind: each is compiled once and never called again."""
+    """Removes the programs of random calls: each is compiled once and never called again."""
     for arch in EMULATED:  # tinygrad raises Python's limit of recursion when it is imported
         with emulate(arch):
             jax_mx.quantize(jnp.ones((32, 64)))
@@ -274,7 +274,7 @@ def stacked(results):
 
 
 def in_shards(case: Case, x):
-    """An op sees a shard and nothing else: the bytes are those of each shard by itself."""
+    """An op sees a shard and nothing else: each shard by itself gives the same bytes."""
     own = dataclasses.replace(case, shape=shard(case))
     spec, key = PartitionSpec(*case.spec), key_of(case)
     devices = mesh(AxisType.Auto)
@@ -320,7 +320,7 @@ def test_quantize(case):
     event(case.way)
     error = case.refusal()
     if error is None and case.way == "explicit" and splits_blocks(case):
-        error = primitive.ShardingTypeError
+        error = private.ShardingTypeError
     if error is None and case.way == "shard_map":
         error = dataclasses.replace(case, shape=shard(case)).refusal()
     x = case.floats() if error is None else np.zeros(case.shape, np.float32)
@@ -469,7 +469,7 @@ def test_what_is_made_and_its_codes(data):
 @examples(0.5)
 @given(st.data())
 def test_fake_quantize(data):
-    """What quantize and dequantize give; a derivative of 1, or of 0 where x saturates."""
+    """The floats of quantize and dequantize; a derivative of 1, or of 0 where x saturates."""
     forget_some()
     call = data.draw(calls())
     call = dataclasses.replace(

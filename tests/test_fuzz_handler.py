@@ -1,8 +1,8 @@
 """Random calls of the C++ handler, by tests/fuzz_handler.py in processes of their own.
 
 A crash ends such a process, and so the test. `--thorough` calls it 100,000 times as XLA does on
-NVIDIA, 30,000 times on AMD, and as often with the handler built for the address and the
-undefined-behaviour sanitizer.
+NVIDIA, and 30,000 times on AMD. The handler built for the address and the undefined-behaviour
+sanitizer gets as many calls.
 """
 
 import importlib.util

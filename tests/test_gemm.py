@@ -29,11 +29,12 @@ from hypothesis import strategies as st
 import jax_mx
 from jax_mx import _ffi
 from jax_mx.facts.formats import BLOCK, FORMATS, MXFP4_E2M1, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2
-from jax_mx.facts.launch import Launch
-from jax_mx.facts.product_kernels import PRODUCTS
+from jax_mx.facts.product_kernels import DIRECT, PRODUCTS
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import registry, store, targets
+from jax_mx.launch import store, targets
+from jax_mx.launch.rule import Launch
+from jax_mx.lowering import registry
 from jax_mx.products import kernel_plans, kernels
 from jax_mx.products.contraction import Contraction, Numbers
 
@@ -287,7 +288,7 @@ def test_where_there_are_kernels():
 
 
 def test_the_call_of_a_kernel(monkeypatch):
-    """What is passed, what is absent, and which of the binary's launches a result's dtype takes."""
+    """The operands that are passed or absent, and the launch that a result's dtype takes."""
     found = []
 
     def attributes(self, launch, scalars, carry):
@@ -443,6 +444,27 @@ def test_kernels_are_exact(variant):
         for m, n, k in ((130, 512, 1152), (64, 768, 2944)):
             exact(floats(rng, (m, k)), integers(rng, (n, k), format))
     exact(floats(rng, (39, 320)), w_of(w, 0)[:131])
+    if variant.rows == DIRECT:
+        few_rows_are_exact(rng, format)
+
+
+def few_rows_are_exact(rng, format):
+    """Where W goes from memory into registers: by that entry, whatever is in W and x."""
+    exact = on_cuda(tile=DIRECT)
+    with the_first_entry():
+        for m, n, k in ((1, 1, 128), (2, 9001, 384), (3, 99, 14336), (4, 2200, 4096), (9, 33, 640)):
+            exact(floats(rng, (m, k)), integers(rng, (n, k), format, exponents=1))
+        w = integers(rng, (7, 200, 640), format)
+        exact(floats(rng, (7, 3, 640)), w)
+        exact(floats(rng, (3, 640), jnp.float16, 1500) / 64, w_of(w, 0), dtype="float16")
+        x = np.array(floats(rng, (4, 640)).astype(jnp.float32))
+        x[1, 77], x[3, [5, 600]] = np.nan, np.inf
+        bad = changed(w_of(w, 1), [((5, 7), 0x7F)] * (format.bits == 8), [((199, 19), 255)])
+        exact(jnp.asarray(x, jnp.bfloat16), bad)
+        ones = integers(rng, (20, 128), format, most=1)
+        for byte, power in EXTREMES:
+            extreme = changed(ones, scales=[((slice(None), slice(None)), byte)])
+            exact((floats(rng, (3, 128)).astype(jnp.float32) * power).astype(jnp.bfloat16), extreme)
 
 
 def free_kernels_are_exact(rng, format, tile):
@@ -808,7 +830,7 @@ def pairs_for(rng, k):
 
 
 def fp8_errors(product, k):
-    """What the elements of products are off by, at most, relative to sum |a||b|."""
+    """The largest errors of products' elements, relative to sum |a||b|."""
     found = {}
     for name, a, b in pairs_for(np.random.default_rng(34), k):
         a, b = map(ones_scaled, (a, b))
@@ -823,7 +845,7 @@ def fp8_errors(product, k):
 @pytest.mark.parametrize("k", [128, 256, 1024, 8192, 65536])
 @pytest.mark.parametrize("window", [128, 256, ROW])
 def test_the_error_of_fp8_tensor_cores(window, k):
-    """What `kernel_plans` says of it, for each kernel that sums so."""
+    """The bounds in `kernel_plans` hold for each kernel that sums on them."""
     ways = [on_cuda(by_kernel, window=window)]
     if window != ROW:
         ways.append(on_cuda(by_kernel, window=window, tiles=True))
@@ -871,7 +893,7 @@ def random_sizes(key, groups, total, step=1):
 
 
 def of_rows(product, rows, made_of, shape=(136, 256), format=MXFP8_E4M3):
-    """A product of ones and matrices of 2^group, and what it is of that for sizes of groups."""
+    """A product of ones and matrices of 2^group, and the expected result for sizes of groups."""
     groups = 9
     w = scaled(constant((groups, *shape), format=format), jnp.arange(groups)[:, None, None])
 

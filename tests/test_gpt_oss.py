@@ -141,7 +141,7 @@ def test_each_device_reads_its_part(folder, kind, monkeypatch):
 
 
 def test_the_layer_runs_on_them(tmp_path):
-    """What `jax_mx.moe` gives is what it gives of the floats' own MXFP4."""
+    """`jax_mx.moe` gives the result that it gives for the MXFP4 of the floats."""
     layer = {k: v for k, v in layer_of(0).items()}
     for name in layer:
         if name.endswith("scales"):

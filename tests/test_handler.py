@@ -35,8 +35,8 @@ PRELUDE = """
     from jax.interpreters import mlir
     import images
     from jax_mx import _ffi
-    from jax_mx.facts.launch import *
-    from jax_mx.facts.launch import call_attributes, constant, multiprocessors
+    from jax_mx.launch.rule import *
+    from jax_mx.launch.rule import call_attributes, constant, multiprocessors
 
     for platform, stages in _ffi.registrations().items():
         ffi.register_ffi_target("jax_mx_launch", stages, platform=platform)

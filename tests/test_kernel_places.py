@@ -1,4 +1,4 @@
-"""Which places of scales NVIDIA's threads take; tests/test_geometry.py has where they lie."""
+"""The scales that NVIDIA's threads take; tests/test_geometry.py tests where they lie."""
 
 import pytest
 

@@ -48,7 +48,8 @@ from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import layouts_of
 from jax_mx.facts.windows import ROW
-from jax_mx.lowering import quantizers, store
+from jax_mx.launch import store
+from jax_mx.lowering import quantizers
 from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +68,7 @@ def patterns(dtype) -> np.ndarray:
 
 
 def test_reference_is_the_same_on_cpu():
-    """What kernels are compared with here is what CPU tests compare with golden bytes."""
+    """The reference on a GPU gives the bytes that CPU tests compare with golden ones."""
     for dtype in FLOAT_DTYPES.values():
         x = patterns(dtype)
         for scaling in Scaling:
@@ -136,7 +137,7 @@ def test_shapes(variant, layout):
 @each_variant
 @each_layout
 def test_zero_blocks(variant, layout):
-    """Whose scale is a scalar; the padding of tiles has bytes 0 all the same."""
+    """The scale of zeros is a scalar; the padding of tiles has bytes 0 all the same."""
     if layout not in layouts_of(variant) or variant.op != "quantize":
         return
     for shape in ((32, 32), (96, 160), (2, 160, 416)):
@@ -247,7 +248,7 @@ def is_random(variant):
 
 
 def some_rows_of_reference(variant, x, start, step):
-    """The reference's results for rows of x; their random bits are those of their place in x."""
+    """The reference's results for rows of x, with the random bits of their place in x."""
     part = jax.lax.dynamic_slice_in_dim(x, start, step)
     if not is_random(variant):
         return call(variant, "xla")(part)
@@ -327,7 +328,7 @@ def slice_of(variant, flat, start):
 
 
 def flat_of(variant, seed=0):
-    """What `slice_of` takes slices of."""
+    """The array that `slice_of` takes slices of."""
     dtype = variant.dtype if variant.op == "quantize" else np.uint8
     if variant.op == "dequantize":
         return jnp.asarray(np.random.default_rng(seed).integers(0, 256, 16384, dtype))
@@ -482,7 +483,7 @@ def test_each_library_is_loaded_once():
 
 # ---- what must not work, and must not break anything ---
 def tampered(x, variant, change):
-    """What a variant's kernel gives with changed attributes."""
+    """The result of a variant's kernel with changed attributes."""
     with changed_kernels(change):
         return jax.block_until_ready(kernel(variant)(x))
 

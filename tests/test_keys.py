@@ -64,7 +64,7 @@ def test_no_key_is_used_twice(call):
 
 
 def test_two_directions_of_one_array_have_bits_of_their_own():
-    """What dgrad and wgrad of one product read, of one `Stochastic` for both."""
+    """dgrad and wgrad of one product read other bits, with one `Stochastic` for both."""
     rounding = jax_mx.Product(FP4, rounding=jax_mx.Stochastic(jax.random.key(1)))
     recipe = jax_mx.Recipe(dgrad=rounding, wgrad=rounding)
     square = jnp.full((32, 32), 5.0)

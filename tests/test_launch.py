@@ -1,162 +1,191 @@
-"""The words of the launch rule: facts/launch.py, without a handler."""
+"""The launcher by itself: it imports nothing of MX, and a reader's kernel becomes a function."""
 
-import dataclasses
-import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_mx import _ffi
-from jax_mx.facts import launch
-from jax_mx.facts.launch import (
-    ABI,
-    Entry,
-    Extent,
-    Factor,
-    GridTerm,
-    Launch,
-    Length,
-    MapAt,
-    Padding,
-    Pointer,
-    Scalar,
-    ScalarAt,
-    Scratch,
-    TensorMap,
-    call_attributes,
-    constant,
-    multiprocessors,
-)
+from jax_mx import _ffi, launch
+from jax_mx.launch import Kernel, calls, content, emulate, store
+from jax_mx.launch.chips import DSLS
 
-# As manifests have had it since before any of the newer words.
-PLAIN = {
-    "scalars": [[8, [0, 0, 99]], [4, "round_add_0"]],
-    "entries": [{"symbol": f"quantize_{i}", "align": [16, 16, 4],
-        "divide": [[0, -1, 99, 64]] if i == 0 else [], "threads": [512, 1, 1],
-        "grid": [[0, 0, 0, 99, 8192], [1, 0, 0, -2, 1]],
-        "usage": {"registers": 32, "stack": 0}} for i in range(2)],
-}  # fmt: skip
-X_ROWS, X_COLUMNS = Extent(0, 0, -1), Extent(0, -1)
-FULL = Launch(
-    entries=(
-        Entry(
-            symbol="product_0",
-            align=(16, 16, 1),
-            threads=(384, 1, 1),
-            grid=(
-                GridTerm(0, Factor(multiprocessors())),
-                GridTerm(1, Factor(X_ROWS, 128)),
-                GridTerm(1, Factor(constant(8), summand=1)),
-            ),
-            shared=200_000,
-            cluster=(2, 1, 1),
-            early_start=True,
-            parameters=(MapAt(0), Padding(8), Pointer(1), ScalarAt(0)),
-        ),
-        Entry("product_1", (2, 2, 1), (256, 1, 1), divide=(Factor(X_COLUMNS, 32),)),
-    ),
-    scalars=(Scalar(4, X_ROWS), Scalar(8, "seed")),
-    maps=(
-        TensorMap(
-            buffer=0,
-            type="bfloat16",
-            dims=(Length(X_COLUMNS, divisor=2), Length(X_ROWS)),
-            strides=(Length(X_COLUMNS, times=2),),
-            box=(64, 128),
-            swizzle=128,
-            promotion=256,
-            fill="nan",
-        ),
-    ),
-    scratch=(Scratch(2, (Factor(X_ROWS, 128), Factor(constant(4))), clear=True),),
-)
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES, FOLDER = ROOT / "examples", Path(launch.__file__).parent
+reference = jax.jit(jax.nn.softmax)
+X = jax.random.normal(jax.random.key(0), (8, 5, 70))
+in_checkout = pytest.mark.skipif(not EXAMPLES.exists(), reason="beside a wheel are no examples")
+pytestmark = in_checkout
 
 
-def test_json_is_what_manifests_have():
-    rule = Launch.from_json(PLAIN)
-    assert rule.to_json() == PLAIN
-    assert json.dumps(rule.to_json()) == json.dumps(PLAIN)  # the order too
-    assert rule.entries[0].divide == (Factor(Extent(0, -1), 64),)
-    assert rule.scalars[1] == Scalar(4, "round_add_0")
+@pytest.fixture
+def softmax(monkeypatch) -> Kernel:
+    """The example's function."""
+    pytest.importorskip("flydsl")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    modules = {dsl: f"softmax_kernels.{dsl}" for dsl in ("cutedsl", "flydsl")}
+    return Kernel("row_softmax", modules, reference=jax.nn.softmax)
 
 
-def test_json_there_and_back():
-    text = json.dumps(FULL.to_json())
-    assert Launch.from_json(json.loads(text)) == FULL
-    assert json.loads(text)["maps"][0]["dims"] == [[0, -1, 99, 1, 2], [0, 0, -1]]
-    assert json.loads(text)["entries"][0]["grid"][2] == [1, -1, 8, 0, 1, 1]
-    assert json.loads(text)["entries"][0]["parameters"][:2] == [["map", 0], ["zeros", 8]]
-    assert "shared" not in json.loads(text)["entries"][1]
-    hash(Launch.from_json(json.loads(text)))  # caches may go by it
+def launches(f, *args) -> tuple[jax.Array, int]:
+    """A function's result, and the number of kernels that it launched."""
+    before = _ffi.counters()["launches"]
+    out = jax.block_until_ready(f(*args))
+    return out, _ffi.counters()["launches"] - before
 
 
-def test_attributes_of_a_plain_rule():
-    found = Launch.from_json(PLAIN).attributes("ab" * 32, {"round_add_0": 5, "more": 1}, b"ELF")
-    arrays = {name: value.tolist() for name, value in found.items() if name not in STRINGS}
-    assert all(found[name].dtype == np.int64 for name in arrays)
-    assert [found[name] for name in STRINGS] == [b"ELF", "ab" * 32, "quantize_0,quantize_1"]
-    assert arrays == {
-        "align": [16, 16, 4] * 2,
-        "divide": [0, 0, -1, 99, 64],
-        "threads": [512, 1, 1] * 2,
-        "grid": [0, 0, 0, 99, 8192, 0, 1, 0, 0, -2, 1, 0, 3, 0, 0, 99, 8192, 0, 4, 0, 0, -2, 1, 0],
-        "scalars": [8, 0, 0, 99, 4, -1, 5, 0],
-    }
+# ---- the boundary ---
+def test_no_module_of_the_launcher_names_the_rest():
+    """Neither in an import, nor in a function, nor in a text that is imported."""
+    allowed = {"launch", "_ffi", "testing"}  # the handler; a name of `emulate` in messages
+    for path in FOLDER.rglob("*.py"):
+        text = path.read_text()
+        named = {*re.findall(r"(?:jax_mx\.|from jax_mx import )(\w+)", text)}
+        assert named <= allowed, path
+        assert not re.search(r"^\s*from \.\.", text, re.MULTILINE), path
 
 
-STRINGS = ("image", "sha256", "symbols")
+def test_it_runs_without_the_rest(tmp_path):
+    """The example, with a jax_mx that has the launcher and the handler alone."""
+    pytest.importorskip("flydsl")
+    package = tmp_path / "jax_mx"
+    shutil.copytree(FOLDER, package / "launch", ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "__init__.py").write_text("")
+    shutil.copy(_ffi.__file__, package)
+    code = """
+        import sys
+        sys.path[:0] = sys.argv[1:]
+        sys.meta_path[:] = [f for f in sys.meta_path if "Redirecting" not in type(f).__name__]
+        import jax, numpy, row_softmax
+        with row_softmax.emulate("gfx942"):
+            y = jax.jit(row_softmax.softmax)(numpy.float32([[0, 1], [2, 2]]))
+        print(*y[1], sys.modules["jax_mx"].__file__)
+        print(*{".".join(name.split(".")[:2]) for name in sys.modules if name[:7] == "jax_mx."})
+    """
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), str(EXAMPLES)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, modules = done.stdout.splitlines()
+    assert first == f"0.5 0.5 {package / '__init__.py'}"
+    assert {*modules.split()} == {"jax_mx.launch", "jax_mx._ffi"}
 
 
-def test_attributes_of_all_words():
-    found = FULL.attributes("ab" * 32, {"seed": -3})
-    arrays = {name: value.tolist() for name, value in found.items() if name not in STRINGS}
-    assert "image" not in found
-    assert arrays == {
-        "align": [16, 16, 1, 2, 2, 1],
-        "divide": [1, 0, -1, 99, 32],
-        "threads": [384, 1, 1, 256, 1, 1],
-        "grid": [0, -2, 0, 0, 1, 0, 1, 0, 0, -1, 128, 0, 1, -1, 8, 0, 1, 1],
-        "scalars": [4, 0, 0, -1, 8, -1, -3, 0],
-        "maps": [0, 9, 2, 3, 3, 1, 0, -1, 99, 1, 2, 64, 0, 0, -1, 1, 1, 128, 0, -1, 99, 2, 1],
-        "parameters": [0, 2, 0, 0, 3, 8, 0, 0, 1, 0, 1, 0],
-        "settings": [200_000, 2, 1, 1, 1, 0, 1, 1, 1, 0],
-        "scratch": [2, 1],
-        "scratch_bytes": [0, 0, 0, -1, 128, 0, 0, -1, 4, 0, 1, 0],
-    }
+def test_its_readme_has_the_kernel_that_is_there():
+    readme = (FOLDER / "README.md").read_text()
+    source = (EXAMPLES / "softmax_kernels" / "flydsl.py").read_text()
+    assert source[source.index("import") :] in readme
 
 
-def test_a_scalar_without_a_value_is_an_error():
-    with pytest.raises(KeyError, match="seed"):
-        FULL.attributes("ab" * 32, {"weed": 1})
+# ---- a kernel of a reader's ---
+@pytest.mark.parametrize("shape", [(3, 63), (2, 2, 64), (130,), (0, 7)])
+def test_a_row_softmax_in_the_emulator(shape, softmax):
+    x = jax.random.normal(jax.random.key(1), shape) * 10
+    with emulate("gfx942"):
+        y, count = launches(jax.jit(softmax), x)
+    np.testing.assert_allclose(y, reference(x), rtol=1e-6, atol=1e-7)
+    assert count == (x.size > 0)
 
 
-def test_a_map_of_several_ranks_is_an_error():
-    with pytest.raises(ValueError, match="of 2 dimensions has 0 strides and a box of 2"):
-        dataclasses.replace(FULL.maps[0], strides=())
+def test_nan_and_infinity_stay_in_their_rows(softmax):
+    x = X[0].at[1, 3].set(jnp.nan).at[2, 4].set(jnp.inf).at[3, 5].set(-jnp.inf)
+    with emulate("gfx942"):
+        y = jax.jit(softmax)(x)
+    assert jnp.isnan(y).any(1).tolist() == [False, True, True, False, False]
+    np.testing.assert_allclose(y, reference(x), rtol=1e-6, atol=1e-7)
 
 
-def test_attributes_of_a_call():
-    kernels = {"sm_90": FULL.attributes("ab" * 32, {"seed": 0})}
-    found = call_attributes(kernels)
-    assert set(found) == {"abi", "kernels"} and found["abi"] == np.int64(ABI)
-    found = call_attributes(kernels, merge=(0, 0, 1), absent=[1], device=33)
-    assert found["merge"].tolist() == [0, 0, 1] and found["absent"].tolist() == [1]
-    assert found["device"] == 33 and isinstance(found["device"], np.int64)
+TRANSFORMED = {
+    "vmap": (lambda f: jax.vmap(f, in_axes=1, out_axes=1), 1),
+    "gradient": (lambda f: jax.grad(lambda x: jnp.sum(f(x) ** 2)), 0),
+    "second": (lambda f: jax.grad(lambda x: jax.grad(lambda x: jnp.sum(f(x) ** 2))(x)[0, 0, 0]), 0),
+}
 
 
-def test_the_handler_is_of_the_same_version():
-    assert _ffi.ABI == ABI
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_transformations(name, softmax):
+    transform, least = TRANSFORMED[name]
+    with emulate("gfx942"):
+        y, count = launches(jax.jit(transform(softmax)), X)
+    np.testing.assert_allclose(y, jax.jit(transform(jax.nn.softmax))(X), rtol=1e-5, atol=1e-6)
+    assert count >= least
 
 
-def test_the_words_need_no_jax():
-    code = (
-        "import handler_alone, sys\n"
-        "import jax_mx.facts.launch\n"
-        "assert not {'jax', 'jaxlib', 'jax_mx._ffi'} & set(sys.modules)"
-    )
-    path = [str(Path(__file__).parent), str(Path(launch.__file__).parents[2])]
-    setup = f"import sys; sys.path[:0] = {path!r}\n"
-    subprocess.run([sys.executable, "-c", setup + code], check=True)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_xla_splits_the_call(kind, softmax):
+    """Each of eight devices launches for its rows; nothing moves."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    spec = PartitionSpec("d", None, None)
+    with jax.set_mesh(mesh), emulate("gfx942"):
+        x = jax.device_put(X, NamedSharding(mesh, spec))
+        compiled = jax.jit(softmax).lower(x).compile()
+        y, count = launches(compiled, x)
+    assert count == 8 and y.sharding.spec[0] == "d"
+    assert "f32[1,5,70]" in compiled.as_text() and "all-gather" not in compiled.as_text()
+    np.testing.assert_allclose(y, reference(X), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("platform,arch", [("cuda", "sm_90a"), ("rocm", "gfx950")])
+def test_an_export_carries_the_binary(platform, arch, softmax, monkeypatch):
+    """Also of symbolic shapes; on another platform the program has the reference."""
+    monkeypatch.setenv("JAX_MX_ARCHS", arch)
+    shape = jax.export.symbolic_shape("rows, columns")
+    exported = jax.export.export(
+        jax.jit(softmax), platforms=["cpu", platform], disabled_checks=launch.DISABLE_EXPORT_CHECKS
+    )(jax.ShapeDtypeStruct(shape, jnp.float32))
+    artifact = store.get(softmax.binary(DSLS[platform], ["float32"]), arch)
+    assert artifact.sha256 in exported.mlir_module() and "7FELF" in exported.mlir_module()
+    np.testing.assert_array_equal(exported.call(X[0]), reference(X[0]))
+
+
+def test_what_no_kernel_serves(softmax, caplog):
+    """The reference, with a line that says why; or, where a kernel is named, an error."""
+    x = X[0].astype(jnp.bfloat16)
+    calls.say_once.cache_clear()
+    with emulate("gfx942"):
+        assert jax.jit(softmax)(x).dtype == jnp.bfloat16
+        assert "row_softmax takes XLA" in caplog.text and "softmax takes float32" in caplog.text
+        with pytest.raises(NotImplementedError, match="softmax takes float32"):
+            jax.jit(lambda x: softmax(x, implementation="flydsl"))(x)
+        with pytest.raises(NotImplementedError, match="it has no kernel in cutedsl for rocm; impl"):
+            jax.jit(lambda x: softmax(x, implementation="cutedsl"))(X)
+        y, count = launches(jax.jit(lambda x: softmax(x, implementation="xla")), X)
+    np.testing.assert_array_equal(y, reference(X))
+    assert count == 0
+    with pytest.raises(NotImplementedError, match="it has no kernel in flydsl for cpu; impl"):
+        softmax(X, implementation="flydsl")
+    store._failed.clear()
+
+
+def test_bad_calls(softmax):
+    with pytest.raises(ValueError, match=r"row_softmax: arrays have the shapes \(\); all dim"):
+        softmax(jnp.float32(1))
+    with pytest.raises(ValueError, match="implementation 'triton'; use one of xla, cutedsl"):
+        softmax(X, implementation="triton")
+    with pytest.raises(ValueError, match="f: DSL 'triton' is unknown; use cutedsl, flydsl"):
+        Kernel("f", {"triton": "softmax_kernels.cutedsl"}, reference=jax.nn.softmax)
+    with pytest.raises(ValueError, match=r"f: there is no module nowhere\.kernel; put its folder"):
+        Kernel("f", {"flydsl": "nowhere.kernel"}, reference=jax.nn.softmax)
+
+
+def test_a_module_that_changes_is_compiled_anew(tmp_path, monkeypatch):
+    """Also one beside it, as it may import that."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_kernels").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "my_kernels" / f"{name}.py").write_text("")
+    kernel = Kernel("f", {"flydsl": "my_kernels.one"}, reference=jax.nn.softmax)
+    keys = set()
+    for name in ("one", "two", "two"):
+        content._digest.cache_clear()
+        keys.add(content.key_of(kernel.binary("flydsl", ["float32"]), "gfx942"))
+        (tmp_path / "my_kernels" / f"{name}.py").write_text("# changed")
+    assert len(keys) == 3

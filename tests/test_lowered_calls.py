@@ -1,4 +1,4 @@
-"""What programs are lowered to: kernels' calls, products and collectives, in their order.
+"""The lowered programs: kernels' calls, products and collectives, in their order.
 
 `tests/golden/lowered_calls.json` has it for each case of `CASES`: a call of a public function, a
 recipe, what is differentiated, a mesh, and chips. No GPU is there: kernels are stand-ins that say
@@ -31,7 +31,7 @@ from jax_mx import MXFP8, Recipe
 from jax_mx.facts.product_kernels import Binary
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.variants import Variant
-from jax_mx.lowering import partition, store
+from jax_mx.launch import partition, store
 from jax_mx.products.recipes import RECIPES
 
 GOLDEN_FILE = GOLDEN / "lowered_calls.json"
@@ -39,7 +39,7 @@ GOLDEN_FILE = GOLDEN / "lowered_calls.json"
 
 # ---- what a kernel's call says ---
 def words(kernel: Binary) -> tuple[str, list[str]]:
-    """What a kernel does, and the names of its operands, in the words of the golden file.
+    """The kernel's name, and the names of its operands, in the words of the golden file.
 
     They outlive a renaming: whoever renames kernels or operands translates the new names here.
     """
@@ -94,8 +94,8 @@ KNOWN = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")  # they com
 class Walk:
     """The events of a module on one of its platforms, functions put in where they are called.
 
-    A program for several platforms switches by the number of its platform. Of these switches the
-    branch of `platform` is taken, so that nothing depends on how many there are.
+    A program for several platforms switches by the number of its platform. The walk takes the
+    branch of `platform`, so that nothing depends on the number of switches.
     """
 
     def __init__(self, module: ir.Module, platform: int = 0):
@@ -176,7 +176,7 @@ class Walk:
 
 
 def asked_of(op: ir.Operation) -> str:
-    """What the call of a kernel asks for, on which chips, and what its operands are."""
+    """The kernels that a call asks for, by chips, and its operands."""
     config = ir.DictAttr(op.attributes["mhlo.backend_config"])
     chips = {kernel.name: ir.DictAttr(kernel.attr) for kernel in ir.DictAttr(config["kernels"])}
     ((does, names),) = {
@@ -190,7 +190,7 @@ def asked_of(op: ir.Operation) -> str:
 
 
 def split_by(op: ir.Operation) -> str:
-    """What XLA splits, and the kernels that devices may run."""
+    """The implementation that XLA splits, and the kernels that devices may run."""
     config = json.loads(ir.StringAttr(op.attributes["backend_config"]).value)
     by = [
         config["parameters"].get("implementation", "rows"),
@@ -392,7 +392,7 @@ class Case:
 
 
 def program(case: Case) -> tuple[Callable[..., Any], list[Any], Any]:
-    """What is lowered, its abstract arguments, and the mesh or None."""
+    """The function that is lowered, its abstract arguments, and the mesh or None."""
     call, recipe = CALLS[case.call], EVERY_RECIPE[case.recipe]
     avals, specs = call.avals, [*call.specs]
     wrt = {"lhs": call.wrt[:1], "rhs": call.wrt[1:2], "forward": ()}.get(case.part, call.wrt)
@@ -456,7 +456,7 @@ def columns(call: Call) -> int:
 
 
 def events(case: Case) -> list[str]:
-    """What the case's program is lowered to."""
+    """The events of the case's lowered program."""
     step, avals, mesh = program(case)
     with contextlib.ExitStack() as stack:
         if mesh is not None:

@@ -1,4 +1,4 @@
-"""What is refused says what it got, what is allowed and what to do, in one sentence."""
+"""A refusal is one sentence: the argument, the allowed ones, and the remedy."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mx
-from jax_mx.lowering import primitive
+from jax_mx.launch import calls, private
 
 X = jnp.ones((64, 64), jnp.bfloat16)
 OPS = ("quantize", "quantize_both", "fake_quantize", "hadamard")
@@ -143,7 +143,7 @@ def test_shards_that_split_a_transform():
             (lambda x: jax_mx.hadamard(x, 32), "hadamard"),
             (lambda x: jax_mx.fake_quantize(x, hadamard=jax_mx.Hadamard(32)), "fake_quantize"),
         ):
-            with pytest.raises(primitive.ShardingTypeError) as caught:
+            with pytest.raises(private.ShardingTypeError) as caught:
                 jax.jit(call)(x)
             assert str(caught.value).startswith(
                 f"{op}: axis -1 of length 128 is split over d in 8 shards of 16, which does not "
@@ -158,7 +158,7 @@ def test_an_export_without_kernels_for_a_chip_that_is_named_says_so(
     archs, says, monkeypatch, caplog
 ):
     """float32 into MXFP6 has no kernel, on any chip."""
-    primitive._say_once.cache_clear()
+    calls.say_once.cache_clear()
     if archs is None:
         monkeypatch.delenv("JAX_MX_ARCHS", raising=False)
     else:

@@ -429,7 +429,7 @@ SIZE = 256
 
 
 def mark(split: Split) -> str:
-    """What the table says of a cell."""
+    """The words of a cell in the table."""
     found = ["auto: twice"] * split.gathers + ["gates move, but in shard_map"] * split.moves
     return "; ".join(found) or "yes"
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("promoting")
 
 
 def in_bf16(lhs, rhs, numbers, precision=None, preferred_element_type=None, **options):
-    """What MX products are held against."""
+    """The product in bfloat16 that MX products are compared with."""
     y = jax.lax.dot_general(
         *(a.astype(jnp.bfloat16) for a in (lhs, rhs)),
         numbers,
@@ -186,7 +186,7 @@ def test_einsum_takes_it():
 
 
 def test_layers_on_explicit_meshes():
-    """out_sharding goes through; the types are those of the layer without MX."""
+    """out_sharding goes through; the layer without MX has the same types."""
     with jax.set_mesh(mesh_of_eight(AxisType.Explicit)):
         x = jax.device_put(np.ones((4, 32, 64), np.float32), P("data", None, "tensor"))
         spec = {"kernel_metadata": {"out_sharding": P("tensor", None)}, "use_bias": False}

@@ -98,7 +98,7 @@ def placed(args, mesh, names):
 
 
 def collectives(compiled) -> set[str]:
-    """Which there are, each with its type."""
+    """The collectives of a compiled program, each with its type."""
     found = re.findall(
         r"= \(?(\w+)\[[^=]*? (all-gather|all-reduce|reduce-scatter|all-to-all)(?:-start)?\(",
         compiled.as_text(),

@@ -1,7 +1,7 @@
-"""Floats in place of codes: what quantizers give of them, and which steps of products take them.
+"""Floats in place of codes: quantizers that give them, and steps of products that take them.
 
-A CPU has no kernel that gives them and no product that asks for them. So a step is told to be of
-floats here; its products are those of "dequantize", as they are of codes beside it.
+A CPU has no kernel that gives them and no product that asks for them. So the tests tell a step to
+take floats; its products are "dequantize", as in the step of codes.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import MXFP8, Recipe
 from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.launch.targets import Target
 from jax_mx.lowering import registry
-from jax_mx.lowering.targets import Target
 from jax_mx.products import multiply
 from jax_mx.products.operand import Moved
 
@@ -333,7 +333,7 @@ def test_products_that_do_not_take_floats_leave_the_step_in_codes():
 
 @pytest.mark.parametrize("dequantized", [False, True])
 def test_a_scan_does_not_keep_a_weight_for_each_microbatch(dequantized):
-    """What a step hands through are the caller's arrays, constants of the backward scan."""
+    """A step hands the caller's arrays through, which are constants of the backward scan."""
     xs, w = jnp.zeros((4, 256, 64), jnp.bfloat16), numbers((64, 96), 2)
 
     def f(w, xs):

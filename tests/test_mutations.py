@@ -19,8 +19,8 @@ from emulation import Program, example
 from test_amd_products import exact_product
 from tinygrad.renderer.amd import decode_inst
 
-from jax_mx.testing.emulator import Emulator
-from jax_mx.testing.memory import Fault
+from jax_mx.launch.emulation.emulator import Emulator
+from jax_mx.launch.emulation.memory import Fault
 
 # Time, which the emulator does not model; branches past what no lane does.
 UNOBSERVABLE = ("s_nop", "s_waitcnt", "s_cbranch_execz")

@@ -25,13 +25,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import rms_norm
 from jax_mx.facts import directions
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import Scaling
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.geometry import Extents
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.sources.rms_norm import NormSource
+from jax_mx.launch.chips import ARCHS
+from jax_mx.norms.source import NormSource
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -239,7 +239,7 @@ def nasty(shape, seed=0, dtype="bfloat16"):
 
 
 def quantized(variant, implementation, **how):
-    """What a variant gives of x and weights, the factors, and of a sum with x upside down that."""
+    """A variant's results for x and weights, the factors; for a sum of x and x upside down, it."""
     formats = {"formats": tuple(f.name for f in variant.formats)} if variant.form.is_both else {}
     if not variant.form.is_both and variant.form.transposed:
         how |= {"axis": -2, "transpose": True}

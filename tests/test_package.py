@@ -1,4 +1,4 @@
-"""What is installed: light imports, few needs, every binary."""
+"""The installed package: light imports, few needs, every binary."""
 
 import hashlib
 from importlib.metadata import requires
@@ -6,9 +6,8 @@ from importlib.metadata import requires
 from helpers import loaded_after
 
 import jax_mx
-from jax_mx.kernels import build
 from jax_mx.kernels.shipped import BINARIES, shipped_archs
-from jax_mx.lowering import store
+from jax_mx.launch import build, store
 
 HEAVY = ("cutlass", "flydsl", "torch", "rich", "sklearn", "safetensors", "triton", "elftools")
 HEAVY += ("tinygrad", "msgpack")

@@ -8,6 +8,8 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +29,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from benchmarks import llama, program
 from jax_mx import MXFP4, MXFP8, Product, Recipe
-from jax_mx.lowering import partition, plan, primitive
-from jax_mx.lowering.partition import Rule, chosen
+from jax_mx.launch import partition, private, targets
+from jax_mx.launch.partition import Rule, chosen
+from jax_mx.lowering import plan
 from jax_mx.products import multiply
 
 pytestmark = pytest.mark.optimized
@@ -113,7 +116,7 @@ def test_what_nobody_reads_decides_nothing():
 
 @pytest.mark.parametrize("recipe", [ROWS, MXFP8, MXFP4, Recipe(window=256)], ids=str)
 def test_plans_are_text_and_back(recipe):
-    """Those of quantizers and of products, with their parts."""
+    """The plans of quantizers and of products, with their parts."""
     jaxpr = jax.make_jaxpr(step(recipe))(*floats()).jaxpr
     plans = [e.params["plan"] for e in multiply.equations(jaxpr) if "plan" in e.params]
     formats, window = (MXFP8.lhs,) * 2, "row"
@@ -149,7 +152,7 @@ ON_EXPLICIT = dict.fromkeys(("MXFP8", "MXFP4"), "all-reduce f32: 131,072, all-ga
 
 
 def reducers(text: str) -> set[str]:
-    """What the collectives of a compiled program do to two numbers."""
+    """The operations that the collectives of a compiled program apply to two numbers."""
     bodies = dict(re.findall(r"^%([\w.-]+) \(.*?\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE))
     names = re.findall(r"(?:all-reduce|reduce-scatter)(?:-start)?\(.*?to_apply=%([\w.-]+)", text)
     return {re.sub(r".*ROOT .*? = \S+ (\w+)\(.*", r"\1", bodies[n], flags=re.DOTALL) for n in names}
@@ -190,7 +193,7 @@ def in_shard_map(name: str):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", CELLS)
 def test_fsdp(name, kind):
-    """Codes of weights move, no floats; bits are those of one device, but for the order of sums."""
+    """Codes of weights move, no floats; bits equal one device's, except for the order of sums."""
     recipe, specs = CELLS[name]
     out = {"out_sharding": specs[2]} if kind == AxisType.Explicit else {}
     mesh = mesh_of(8, kind=kind, names="a")
@@ -360,7 +363,7 @@ def test_the_persistent_cache(tmp_path):
         from helpers import cached_in
         events = cached_in(sys.argv[2])
         from test_partition import FSDP, ROWS, mesh_of, split, step
-        from jax_mx.lowering import partition
+        from jax_mx.launch import partition
 
         asked = []
         for name, local in [*partition.SHARDS.items()]:
@@ -457,7 +460,7 @@ def on_hopper(request):
     """The lowered program of a step for Hopper, with kernels that are stand-ins."""
     from helpers import stand_in
 
-    from jax_mx.lowering import store
+    from jax_mx.launch import store
 
     with pytest.MonkeyPatch.context() as patch, lowered_apart("without code"):
         patch.setattr(store, "obstacle", lambda variant, arch: "")
@@ -472,11 +475,11 @@ def on_hopper(request):
 
 
 def shard_on_hopper(text: str, name: str, n: int, avals, result, splits) -> str:
-    """What XLA gets for a shard."""
+    """The program that XLA gets for a shard."""
     config = config_of(text, name, n)
     how = {"p0": 2, "p1": 2, "p2": 2}, splits
     _, shard, operands, _ = partition.shard_of(config, avals, result, how)
-    module = primitive.shard_module("shard", shard, operands, how[0], "cuda", is_here=False)
+    module = private.shard_module("shard", shard, operands, how[0], "cuda", is_here=False)
     return str(module)
 
 
@@ -512,6 +515,17 @@ def test_a_products_shard_is_a_kernel(on_hopper):
     assert 0.8e3 < int(took) < 1e3 and 'inlineable = "false"' in text  # 1 GFLOP, 2.7 MB
 
 
+def test_a_program_for_devices_that_are_not_here_carries_its_kernels():
+    """The backend of a topology that is compiled for has no local device."""
+    backend = SimpleNamespace(platform="gpu", local_devices=list)
+    parameters = SimpleNamespace(for_export=False)
+    module = SimpleNamespace(platforms=["cuda"], backend=backend, lowering_parameters=parameters)
+    module.axis_context = None
+    context: Any = SimpleNamespace(module_context=module, platforms=["cuda"])
+    target = targets.target_of(context, "cuda")
+    assert target.chips is None and target.carries
+
+
 def test_a_products_shard_reads_parts_as_they_arrive(on_hopper):
     """A weight is split along what is contracted. Parts below a copy are put in order."""
     configs = [config_of(on_hopper, "product", n)["parameters"]["parted"] for n in range(3)]
@@ -543,7 +557,7 @@ def test_sums_of_a_weights_gradient_move_in_the_dtype_of_activations():
 
 
 def test_a_quantizers_shard_is_kernels(on_hopper):
-    """Amaxes and codes of a device's rows, both ways; nothing crosses devices but those of w."""
+    """Amaxes and codes of a device's rows, both ways; only the codes of w cross devices."""
     for n in (0, 1):
         config = config_of(on_hopper, "quantize_rows", n)
         counts, shape = config["parameters"]["rows"], config["rule"][2]

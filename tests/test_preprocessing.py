@@ -34,12 +34,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import Hadamard, Stochastic
-from jax_mx.facts.chips import ARCHS, PLATFORMS
 from jax_mx.facts.directions import LAST
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import Kind
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import primitive, store, targets
+from jax_mx.launch import private, store, targets
+from jax_mx.launch.chips import ARCHS, PLATFORMS
+from jax_mx.lowering import primitive
 from jax_mx.lowering.registry import Support
 from jax_mx.reference import blocks as reference
 
@@ -558,7 +559,7 @@ def test_shards_that_split_a_transform():
     want = call(x)
     got = call(jax.device_put(x, NamedSharding(auto, P(None, "b"))))
     assert_same_array(got, want)
-    with jax.set_mesh(explicit), pytest.raises(primitive.ShardingTypeError) as caught:
+    with jax.set_mesh(explicit), pytest.raises(private.ShardingTypeError) as caught:
         call(jax.device_put(x, NamedSharding(explicit, P(None, "b"))))
     assert "in 4 shards of 32, which does not keep its blocks of 64 whole" in str(caught.value)
     pair = jax.jit(partial(jax_mx.quantize_both, hadamard=(None, Hadamard(64))))

@@ -29,13 +29,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx.arrays.views import minor_to_major
-from jax_mx.facts import formats, toolchains, variants
-from jax_mx.facts.chips import PLATFORMS
+from jax_mx.facts import formats, variants
 from jax_mx.facts.directions import LAST, SECOND
 from jax_mx.facts.variants import Variant
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import primitive, quantizers, registry, store
+from jax_mx.launch import private, store, toolchains
+from jax_mx.launch.chips import PLATFORMS
+from jax_mx.lowering import primitive, quantizers, registry
 from jax_mx.ops.preprocessing import preprocessing_of
 
 P = PartitionSpec
@@ -178,7 +179,7 @@ def test_a_call_is_one_custom_call_on_views(kind, layout):
 
 @pytest.mark.usefixtures("without_code")
 def test_axes_behind_the_blocks_are_dimensions_of_the_call():
-    """Which rules see as one, but the partitioner does not."""
+    """Rules see these axes as one dimension, but the partitioner does not."""
     x = jax.ShapeDtypeStruct((2, 64, 3, 5, 8), "bfloat16")
     for options in ({}, {"transpose": True}):
         text = lowered(x, axis=1, **options)
@@ -235,7 +236,7 @@ def with_tiles(kind, **options):
 @pytest.mark.parametrize("layout", ["row_major", "shuffled_32x8"])
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
 def test_tiles_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
-    """As the kernel's results lie, so do the arrays: of values in tiles and beside them."""
+    """The arrays lie as the kernel's results do: with values in tiles and in rows."""
     if not serves(kind, layout):
         return
     own = dataclasses.replace(kind, formats=(formats.FORMATS[format],) * len(kind.formats))
@@ -388,18 +389,18 @@ def test_unread_results_in_both_forms_of_jaxs_rule():
     from jax._src.interpreters import partial_eval
 
     probe = Primitive("probe")
-    primitive.drops_unread(probe, lambda used, eqn: (used, eqn))
+    private.drops_unread(probe, lambda used, eqn: (used, eqn))
     rule = partial_eval.dce_rules.pop(probe)
     assert rule([True], "eqn") == rule([True], [False], "eqn") == ([True], "eqn")
 
 
 def test_private_names_of_jax():
-    """primitive.py rests on these, and nothing else on others; an unsupported JAX fails here."""
+    """private.py rests on these, and nothing else on others; an unsupported JAX fails here."""
     from jax._src import core, custom_partitioning_sharding_rule, dispatch
     from jax._src.interpreters import ad, partial_eval
     from jax.interpreters import mlir
 
-    source = Path(primitive.__file__).read_text()
+    source = Path(private.__file__).read_text()
     used = set(re.findall(r"(?<![\w.])(core|dispatch|partial_eval|tangents)\.(\w+)", source))
     assert {("core", "standard_vma_rule"), ("dispatch", "apply_primitive")} <= used
     used |= {("rule", "sdy_sharding_rule_to_mlir"), ("rule", "str_to_sdy_sharding_rule")}
@@ -409,8 +410,8 @@ def test_private_names_of_jax():
     assert core.closed_call_p in partial_eval.partial_eval_jaxpr_custom_rules
     missing = [f"{m}.{name}" for m, name in used if not hasattr(modules[m], name)]
     assert not missing, f"jax {jax.__version__} lacks {missing}, which jax_mx rests on"
-    for path in Path(primitive.__file__).parent.rglob("*.py"):
-        assert path.name == "primitive.py" or "jax._src" not in path.read_text(), path
+    for path in Path(jax_mx.__file__).parent.rglob("*.py"):
+        assert path.name == "private.py" or "from jax._src" not in path.read_text(), path
     fields = mlir.ModuleContext.__annotations__
     assert {"platforms", "backend", "lowering_parameters"} <= set(fields)
     assert "for_export" in mlir.LoweringParameters.__annotations__
@@ -420,7 +421,7 @@ def test_private_names_of_jax():
 
 
 def test_policies_look_into_steps():
-    """What a product's step of codes names is kept, so that nothing is quantized twice."""
+    """A policy keeps the named codes of a product's step, so that nothing is quantized twice."""
     x, w = (normal((64, 64), seed, "bfloat16") for seed in range(2))
     keep = jax.checkpoint_policies.save_only_these_names(jax_mx.CHECKPOINT_NAME)
 
@@ -457,7 +458,7 @@ def test_explicit_shards_that_split_a_block_get_one_sentence(axis):
     spec = P(None, "b") if axis == -1 else P("b", None)
     with jax.set_mesh(explicit):
         x = jax.device_put(jnp.ones((64, 64)), NamedSharding(explicit, spec))
-        with pytest.raises(primitive.ShardingTypeError) as caught:
+        with pytest.raises(private.ShardingTypeError) as caught:
             jax_mx.quantize(x, axis=axis)
     assert str(caught.value) == (
         f"quantize: axis {axis} of length 64 is split over b in 4 shards of 16, which does not "
@@ -469,11 +470,11 @@ def test_explicit_shards_that_split_square_or_quantized_blocks():
     explicit = mesh(AxisType.Explicit)
     with jax.set_mesh(explicit):
         x = jax.device_put(jnp.ones((64, 64)), NamedSharding(explicit, P("b")))
-        with pytest.raises(primitive.ShardingTypeError, match="quantize: axis -2 of length 64"):
+        with pytest.raises(private.ShardingTypeError, match="quantize: axis -2 of length 64"):
             jax_mx.quantize(x, **SQUARE)
         q = jax_mx.quantize(jax.sharding.reshard(x, P()), "mxfp4_e2m1")
         split = dataclasses.replace(q, values=jax.sharding.reshard(q.values, P(None, "b")))
-        with pytest.raises(primitive.ShardingTypeError, match="dequantize: axis -1 of length 64"):
+        with pytest.raises(private.ShardingTypeError, match="dequantize: axis -1 of length 64"):
             split.dequantize()
         # Values and scales that lie apart come together.
         apart = dataclasses.replace(q, values=jax.sharding.reshard(q.values, P("b")))

@@ -28,8 +28,7 @@ from jax_mx import (
     einsum,
     matmul,
 )
-from jax_mx.facts import toolchains
-from jax_mx.lowering import store, targets
+from jax_mx.launch import store, targets, toolchains
 from jax_mx.ops.quantizing import called
 from jax_mx.products import decide, implementations, kernel_plans, kernels, operand, recipes
 from jax_mx.products.arguments import is_exact
@@ -84,9 +83,9 @@ def canonical(x, contracting, batch):
 
 
 def taken(x, use, square, turn=False):
-    """What a product takes of x (B, F, K): quantized along K and dequantized, float64.
+    """The operand of a product from x (B, F, K): quantized along K and dequantized, float64.
 
-    With turn of x (B, K, F): rounding at random depends on where an element lies in x.
+    With `turn`, x is (B, K, F): rounding at random depends on an element's place in x.
     """
     x = jnp.asarray(np.asarray(x), jnp.float32)
     if turn and use.rounding is None:
@@ -511,9 +510,9 @@ def turned(seed):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("what", ["matmul", "mlp", "ragged_dot", "moe"])
 def test_signs_are_those_of_the_quantized_weight(what):
-    """What meets it is rotated as it was, whatever the signs of the product's recipe.
+    """The other operand is rotated like the weight, whatever the signs of the product's recipe.
 
-    Only wgrad, which does not read it, is rotated as the recipe says.
+    Only wgrad, which does not read the weight, is rotated as the recipe says.
     """
     own, other, third = map(turned, range(3))
     experts, weights = jnp.arange(24).reshape(12, 2) % 3, jnp.full((12, 2), 0.5)
@@ -627,7 +626,7 @@ def test_nothing_is_quantized_twice():
 
 
 def test_residuals_are_mx():
-    """What is kept for the backward pass: half of what bfloat16 keeps, and the scales."""
+    """The backward pass keeps half the bytes of bfloat16, and the scales."""
     x, w = floats((128, 256), dtype=jnp.bfloat16), floats((256, 512), 1, jnp.bfloat16)
     _, pull = jax.vjp(matmul, x, w)
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if hasattr(leaf, "nbytes"))
@@ -1040,7 +1039,7 @@ def test_the_kernel_that_runs_is_the_one_that_was_asked_for(x, w, block, name, m
     ],
 )  # fmt: skip
 def test_kernels_take_any_arrangement(shapes, numbers, recipe, monkeypatch):
-    """What comes before and after the kernel, with the reference in its place."""
+    """The steps before and after the kernel, with the reference in its place."""
     product = _to_float32(_contraction(shapes, numbers, recipe))
     assert kernels.support(product, ["sm_90"])
     rng = np.random.default_rng(0)

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import MXFP4, MXFP8, Recipe, dot_general
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering.primitive import ShardingTypeError
+from jax_mx.launch.private import ShardingTypeError
 from jax_mx.testing import emulate
 
 pytestmark = pytest.mark.optimized
@@ -130,14 +130,14 @@ def twice(split: Split, mode: str) -> bool:
 
 
 def mark(name: str, split: Split) -> str:
-    """What the table says of a cell."""
+    """The words of a cell in the table."""
     if not twice(split, "auto"):
         return "yes"
     return "twice" if "quantized before" in name and split.gathered else "auto: twice"
 
 
 def unit(name: str) -> int:
-    """What shards have to hold whole."""
+    """The number of elements that each shard holds whole."""
     return 128 if "128" in name else BLOCK
 
 
@@ -224,9 +224,9 @@ def program(name: str, split: Split, mode: str, size: int = BLOCK):
 
 @functools.cache
 def lax_collectives(split: Split, mode: str, size: int) -> Counter:
-    """Those of jax.lax.dot_general; in float32, as XLA's CPU compiler makes it of bfloat16.
+    """The collectives of jax.lax.dot_general; in float32, as XLA's CPU compiler has bfloat16.
 
-    Of all-reduces in bfloat16, where a shard_map leaves axes to XLA, it dies.
+    The compiler dies of all-reduces in bfloat16 where a shard_map leaves axes to XLA.
     """
     mesh, call, operands = program("lax", split, mode, size)
     with jax.set_mesh(mesh):
@@ -344,7 +344,7 @@ def test_sharded_as_lax_dot_general(name, split, mode):
     ids=str,
 )
 def test_scaled_dot_on_explicit_meshes(mesh, left, right, out):
-    """jax.lax.scaled_dot knows no out_sharding; types and bits are those of lax.dot_general."""
+    """jax.lax.scaled_dot has no out_sharding; lax.dot_general gives the same types and bits."""
     x, w, _ = inputs(((256, 128), (128, 128), (256, 128)), True)
     x, w = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, left), (w, right)))
     numbers = (((1,), (0,)), ((), ()))

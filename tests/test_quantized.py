@@ -64,7 +64,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_it_enters(place):
-    """Values and both gradients are those of a model that was written with `jax_mx.matmul`."""
+    """Values and both gradients equal those that a model written with `jax_mx.matmul` gives."""
     mx = functools.partial(jax_mx.matmul, recipe="mxfp8")
 
     def loss(model, x, w):

@@ -176,7 +176,7 @@ def test_what_serves_what():
     ],
 )
 def test_kernels_of_any_tiling_take_any_arrangement(lhs, rhs, axes, monkeypatch):
-    """What comes before and after the kernel, with the reference in its place."""
+    """The steps before and after the kernel, with the reference in its place."""
     x, w = (
         jnp.asarray(integers(s, i), jnp.bfloat16) for i, s in enumerate([(96, 256), (4, 256, 256)])
     )
@@ -193,14 +193,14 @@ def test_kernels_of_any_tiling_take_any_arrangement(lhs, rhs, axes, monkeypatch)
 
 
 def by(name, product):
-    """What an implementation computes."""
+    """The product by an implementation."""
     row = IMPLEMENTATIONS[name]
     return row.run(product, row.support(product, ["sm_90"]))
 
 
 @pytest.mark.parametrize("axes", [(-2, -2), (-1, -2), (-1, -1)])
 def test_kernels_sum_floats_of_any_arrangement(axes, monkeypatch):
-    """What comes before the kernel, with the reference in its place."""
+    """The steps before the kernel, with the reference in its place."""
     sizes = np.array([3, 0, 60, 1], np.int32)
     floats = [integers((96, n), n) for n in (24, 16)]
     sides = [x if axis == -2 else x.T for x, axis in zip(floats, axes, strict=True)]

@@ -1,6 +1,6 @@
 """MXFP4 as ROCm TransformerEngine tests its own: its shapes, its layouts, and where it differs.
 
-Its cast-transpose takes (..., K) as a matrix of all rows, and gives codes along K, codes along the
+Its cast-transpose takes (..., K) as a matrix of all rows. It gives codes along K, codes along the
 rows of the transposed matrix, and the scales of both in tiles.
 """
 

@@ -1,7 +1,7 @@
 """`quantize(x, rows=...)`: the bytes of quantizing x[rows], zeros for numbers that x has not.
 
-What it is compared with is NumPy's gather and the same call without rows. Kernels with rows are
-variants of their own: executed on the GPU at hand, and in the emulator.
+The tests compare it with NumPy's gather and the same call without rows. Kernels with rows are
+separate variants: the GPU at hand and the emulator execute them.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import _ffi, reference
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS, SCALE_DTYPE, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR
 from jax_mx.facts.variants import layouts_of
 from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.launch.chips import ARCHS
 from jax_mx.ops.requantize import requantize
 from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.rows import RowsSource
@@ -58,7 +58,7 @@ def floats(variant, count: int, length: int, seed: int = 0) -> np.ndarray:
 
 
 def gathered(x, rows) -> np.ndarray:
-    """What is quantized, by NumPy."""
+    """The rows that are quantized, by NumPy."""
     x = np.asarray(x)
     there = (rows >= 0) & (rows < len(x))
     found = np.zeros((len(rows), x.shape[1]), x.dtype)
@@ -174,7 +174,7 @@ def program(f, *args, platform="cuda") -> str:
 
 @pytest.mark.usefixtures("without_code")
 def test_one_call_and_no_gather():
-    """On x and the numbers as they lie; results as those of the same floats."""
+    """One call takes x and the numbers as they lie; its results equal the same floats'."""
     x, rows = jnp.ones((50, 256), jnp.bfloat16), np.zeros(384, np.int32)
     for op, how, operands in (
         (jax_mx.quantize, {}, "tensor<50x8x32xbf16>, tensor<384x1xi32>"),
@@ -393,7 +393,7 @@ ALONE = [name for name, (op, how) in CALLS.items() if op is jax_mx.quantize and 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_rows_of_codes(name):
-    """What the floats are quantized to that they stand for."""
+    """Rows of codes are quantized like the floats that they stand for."""
     _, how = CALLS[name]
     rows, q = numbers(192, 45), codes(45, 320, "mxfp8_e4m3")
     want = jax_mx.quantize(gathered(q.dequantize(), rows), **how)

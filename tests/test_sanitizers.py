@@ -34,11 +34,11 @@ from jax_mx.facts.sources import X
 from jax_mx.facts.variants import layouts_of, value_layouts_of
 from jax_mx.facts.windows import ROW
 from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.norms.source import NormSource
 from jax_mx.ops.quantizing import WithSums
 from jax_mx.ops.requantize import requantize
 from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 TOOLS = {
@@ -152,9 +152,9 @@ def sampled(tool: str, part: str) -> list:
 
 
 def main(tool: str, part: str, only: str = "") -> None:
-    """What runs below the sanitizer; no kernels but ours.
+    """The program that runs below the sanitizer; it has only our kernels.
 
-    By hand, `only` is an expression that the names of variants have to have.
+    `only`, for a call by hand, is an expression that variants' names must match.
     """
     ran = 0
     for variant in sampled(tool, part):
@@ -165,7 +165,7 @@ def main(tool: str, part: str, only: str = "") -> None:
             ran += 1
             continue
         run = {"quantizers": run_quantizer, "made": run_made, "norms": run_norm}[part]
-        for layout in layouts_of(variant):
+        for layout in layouts_of(variant, arch_here() or ""):
             for shape in shapes_of(variant):
                 run(variant, layout, shape)
                 ran += 1
@@ -173,7 +173,7 @@ def main(tool: str, part: str, only: str = "") -> None:
 
 
 def run_quantizer(variant, layout: str, shape: tuple[int, ...]) -> None:
-    """What a quantizer gives of x, or of its rows; or the floats of codes."""
+    """Runs a quantizer on x, or on its rows; or dequantizes codes."""
     run_op(variant, layout, shape)
     if len(value_layouts_of("cutedsl", layout)) > 1 and shape == shapes_of(variant)[0]:
         for how in in_tiles(variant)[-1:]:
@@ -199,7 +199,7 @@ def assert_same(got, want, *what) -> None:
 
 
 def run_made(variant, layout: str, shape: tuple[int, ...]) -> None:
-    """What an activation gives of x, its gradient, or rows of codes."""
+    """Runs an activation of x, its gradient, or rows of codes."""
     rows, length = math.prod(shape[:-1]), shape[-1]
     how = {} if variant.form.is_both or not variant.form.transposed else {"axis": -2}
     how |= {"scale_layout": layout} | ({"transpose": True} if "axis" in how else {})

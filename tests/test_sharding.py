@@ -33,7 +33,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.lowering import store, targets
+from jax_mx.launch import store, targets
 from jax_mx.testing import emulate
 
 pytestmark = pytest.mark.optimized
@@ -48,9 +48,9 @@ SIGNS = [*np.resize([1, 1, -1, 1, -1], 64)]
 # ---- what is called, on which meshes, in which modes ---
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A call on an array (e, m, k), or on what `operand` makes of it, and the axes of its arrays.
+    """A call on an array (e, m, k), or on the result of `operand`, and the axes of its arrays.
 
-    Axes are written like "emk"; those of operands are of values and scales.
+    Axes are written like "emk"; operands have axes of values and of scales.
     """
 
     call: Callable

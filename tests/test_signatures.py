@@ -14,7 +14,8 @@ from jax_mx.facts import signatures
 from jax_mx.facts.signatures import EPILOGUE, Array, Role, Signature, signature_of
 from jax_mx.facts.variants import Kind, layouts_of
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import primitive, registry, store
+from jax_mx.launch import private, store
+from jax_mx.lowering import primitive, registry
 
 P = PartitionSpec
 
@@ -76,7 +77,7 @@ def shifted(monkeypatch):
     plan = dataclasses.replace(plan_for(jnp.ones((64, 64), jnp.float32)), op="shifted")
 
     def run(x, table):
-        (y,) = made.bind(*primitive.vary_alike(x, table), plan=plan)
+        (y,) = made.bind(*private.vary_alike(x, table), plan=plan)
         return y
 
     return run

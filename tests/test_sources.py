@@ -1,4 +1,4 @@
-"""What makes the floats: a source that no folder knows, what exists, and what ships."""
+"""Sources of floats: a source that no folder knows, variants that exist, and that ship."""
 
 import dataclasses
 import functools
@@ -15,14 +15,16 @@ from helpers import random_bits as bits
 import jax_mx
 from jax_mx import _ffi
 from jax_mx.facts import directions
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Array, Role
 from jax_mx.facts.sources import FLOAT32, Source, X
 from jax_mx.facts.variants import Variant, exists, variants
 from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
-from jax_mx.lowering import registry, store
+from jax_mx.launch import store
+from jax_mx.launch.chips import ARCHS
+from jax_mx.lowering import registry
+from jax_mx.norms.source import NormSource
 from jax_mx.ops.activations import Of
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.quantizing import WithSums
@@ -30,7 +32,6 @@ from jax_mx.ops.support import support_of
 from jax_mx.products import recipes
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 E4M3 = FORMATS["mxfp8_e4m3"]

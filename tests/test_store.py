@@ -24,10 +24,10 @@ from forks import Running
 from helpers import assert_same_array, lowered_apart, random_bits
 
 import jax_mx
-from jax_mx.facts import toolchains, verified
-from jax_mx.facts.content import key_of
+from jax_mx.facts import verified
 from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import compiler, primitive, store
+from jax_mx.launch import calls, compiler, store, toolchains
+from jax_mx.launch.content import key_of
 from jax_mx.ops.quantizing import quantized
 from jax_mx.testing import emulate
 
@@ -94,7 +94,7 @@ def test_damage_is_noticed_and_mended(cache, what):
 CODE = """
     import sys
     from jax_mx.kernels.shipped import SHIPPED
-    from jax_mx.lowering import store
+    from jax_mx.launch import store
     dsl, arch = sys.argv[1:]
     variant = next(v for v in SHIPPED if v.implementation == dsl)
     print("ready", flush=True)
@@ -119,7 +119,7 @@ def start(cache, kernel, arch: str) -> subprocess.Popen:
     [KERNELS[0], pytest.param(*KERNELS[1].values, id="cutedsl", marks=pytest.mark.thorough)],
 )
 def test_two_processes_want_one_kernel_and_one_is_killed(kernel, arch, tmp_path):
-    """Both get the right bytes; after one is killed in the middle, so does the next."""
+    """Both get the right bytes; after one is killed in the middle, the next gets them too."""
     cache, want = tmp_path / "cache", sha256_of_verified(kernel, arch)
     victim = start(cache, kernel, arch)
     assert victim.stdout.readline() == "ready\n"
@@ -166,18 +166,17 @@ def test_a_process_with_many_open_files_compiles(cache):
             pass
         worker = compiler.Worker("flydsl")
         stack.callback(worker.stop)
-        answer = worker.ask({"variant": "unknown", "arch": ARCH}, cache / "pycache")
+        answer = worker.ask({"binary": "unknown", "arch": ARCH}, cache / "pycache")
     assert "error" in answer
 
 
 def test_a_compiler_that_dies_or_refuses(cache, tmp_path, monkeypatch):
     """An error with the reason, not a hang; and the next request is served."""
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "worker.py").write_text("raise SystemExit('no memory')")
+    (tmp_path / "worker.py").write_text("raise SystemExit('no memory')")
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "PACKAGE", tmp_path)
+        patch.setattr(compiler, "WORKER", tmp_path / "worker.py")
         with pytest.raises(compiler.CompileError, match="gave no answer: no memory"):
-            compiler.Worker("flydsl").ask({"variant": AMD.name, "arch": ARCH}, tmp_path / "pycache")
+            compiler.Worker("flydsl").ask({"binary": AMD.name, "arch": ARCH}, tmp_path / "pycache")
     monkeypatch.setattr(
         compiler,
         "compile_kernel",
@@ -230,7 +229,7 @@ def test_processes_agree_on_kernels_too(held, call, cache, monkeypatch, caplog):
     monkeypatch.setattr(toolchains, "_installed", lambda name: None)
     x = jnp.ones((32, 64), jnp.bfloat16)
     with emulate(ARCH), lowered_apart():
-        primitive._say_once.cache_clear()
+        calls.say_once.cache_clear()
         with caplog.at_level(logging.WARNING, logger="jax_mx"):
             jax.jit(call)(x)
         line = caplog.messages[1]  # behind the one of the kernel that was compiled
@@ -356,7 +355,7 @@ def fresh():
 
 @pytest.mark.usefixtures("fresh")
 def test_files_may_go_and_folders_change(cache, tmp_path, monkeypatch):
-    """What a process lowered once it keeps: to run, to lower again, to export."""
+    """A process keeps a kernel that it lowered once: to run, to lower again, to export."""
     x = jnp.ones((64, 96), AMD.dtype)
     want = jax_mx.quantize(x, AMD.formats[0])
     with emulate(ARCH):
@@ -392,7 +391,7 @@ def test_exports_for_a_platform_that_jax_mx_archs_leaves_out(archs, monkeypatch,
         with pytest.raises(ValueError, match="JAX_MX_ARCHS names nonsense; it may name gfx942"):
             export(None)
         return
-    primitive._say_once.cache_clear()
+    calls.say_once.cache_clear()
     assert store.TARGET not in export(None).mlir_module()
     assert any("JAX_MX_ARCHS names no chip of rocm" in line for line in caplog.messages)
     with pytest.raises(NotImplementedError, match="JAX_MX_ARCHS names no chip of rocm"):

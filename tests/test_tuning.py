@@ -11,8 +11,7 @@ import pytest
 
 import jax_mx
 from benchmarks import sweep
-from jax_mx.facts import content
-from jax_mx.facts.chips import ARCHS, SHARED
+from jax_mx.facts import binary
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.product_kernels import PRODUCTS, archs_of
 from jax_mx.facts.variants import layouts_of
@@ -20,6 +19,7 @@ from jax_mx.kernels import tuning
 from jax_mx.kernels.cutedsl.tuning import sm_90a as TABLE
 from jax_mx.kernels.cutedsl.tuning.spills import SPILLS
 from jax_mx.kernels.shipped import existing
+from jax_mx.launch.chips import ARCHS, SHARED
 
 RECORD = {"kernel", "where", "case", "shape", "value", "us", "chip", "date"}  # and a note
 EXISTING = [*existing()]
@@ -50,7 +50,7 @@ def test_figures_are_of_rows_and_lie_beside_their_table():
             assert sweep.key(record) in rows, record
             assert record["us"] > 0 and (record["value"] is not None or record["note"])
         for arch in ARCHS["cutedsl"]:
-            assert path not in content.sources("cutedsl", arch)
+            assert path not in {file for _, file in binary.files_of("cutedsl", arch)}
 
 
 def test_every_row_of_hopper_is_some_entrys():
@@ -144,7 +144,7 @@ def test_a_sweep_shows_what_was_measured():
 
 def tiles_of(variant, arch):
     """For each entry of a quantizer (the kernel's row, its tile, layout, aligned)."""
-    for layout, aligned in itertools.product(layouts_of(variant), (True, False)):
+    for layout, aligned in itertools.product(layouts_of(variant, arch), (True, False)):
         kernel, tile = sweep.chosen(variant, arch, layout, aligned)
         yield kernel, tile, SCALE_LAYOUTS[layout], aligned
 
@@ -198,7 +198,7 @@ def spills_in(variant, arch, row) -> bool:
         return False
     if sweep.chosen(variant, arch)[0] != row["kernel"]:
         return False
-    layouts = layouts_of(variant) if variant in EXISTING else ("row_major",)
+    layouts = layouts_of(variant, arch) if variant in EXISTING else ("row_major",)
     return any(
         tuning.has(row["where"], tuning.facts_of(variant, SCALE_LAYOUTS[layout], aligned))
         for layout, aligned in itertools.product(layouts, (True, False))
@@ -206,13 +206,13 @@ def spills_in(variant, arch, row) -> bool:
 
 
 def test_thread_blocks_fit_on_every_chip_of_an_arch():
-    """Which tiles are too large is known; what the compiler alone knows is checked when it ran."""
+    """Too large tiles are known; facts of the compiler alone are checked after it ran."""
     name = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
     by_name = {v.name: v for v in EXISTING if v.implementation == "cutedsl"}
     assert archs_of(by_name[f"{name}_w128_w128_swiglu_gradient"]) == (*ARCHS["cutedsl"],)
     assert "sm_80" not in archs_of(by_name[f"{name}_w256_w256"])
     assert archs_of(by_name[f"{name}_swiglu_gradient"]) == (*ARCHS["cutedsl"],)
-    compiling = pytest.importorskip("jax_mx.kernels.cutedsl.compile")
+    compiling = pytest.importorskip("jax_mx.launch.cutedsl")
     rule = {"symbol": "quantize_0", "usage": {"shared": 1024}, "shared": SHARED["sm_120f"]}
     compiling.check_shared(rule, "sm_120f")
     rule["usage"] = {"shared": 1025}

@@ -22,7 +22,7 @@ import jax_mx
 from jax_mx import reference
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS
 from jax_mx.facts.windows import ROW, TILE, WINDOWS
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops.mxarray import deserialized, serialized
 
 # --thorough runs all cases of a test, CI one of 6.
@@ -417,7 +417,7 @@ def test_explicit_meshes_keep_windows():
         ):
             assert_refused(
                 call,
-                primitive.ShardingTypeError,
+                private.ShardingTypeError,
                 "keep its windows of 128 whole",
             )
         for q in (jax_mx.quantize(y, window=ROW), jax_mx.align(jax_mx.quantize(y), ROW)):

@@ -9,7 +9,7 @@ import jax
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
 from jax_mx.arrays.checks import shown
-from jax_mx.lowering.primitive import ShardingTypeError
+from jax_mx.launch.private import ShardingTypeError
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantize
 from jax_mx.products.auto import resolved_for_weights
@@ -20,30 +20,30 @@ OP = "quantize_params"
 
 
 def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
-    """Quantizes the weights of a model for serving, where a pattern has their name.
+    """Quantizes the weights of a model for serving whose names match a pattern.
 
         params = quantize_params(params, {r".*(embed|lm_head|router).*": None, ".*": "mxfp4"})
         y = jax_mx.einsum("bk,nk->bn", x, params["mlp.up"], recipe="bf16")
 
     The weights are frozen: an `MXArray` has no gradient. For training see `quantize_weights`.
-    Arrays are quantized one after the other, in the direction of the forward product alone. They
-    stay where they are, split as they are.
+    Arrays are quantized one after the other, in the direction of the forward product alone. Their
+    devices and shardings stay.
 
     Args:
-      params: a pytree of arrays, say a dictionary by name; of flax, the state as a dictionary.
-      rules: a recipe, or its name, for each pattern: weights get the format, scaling, block and
-        window that it has for rhs in its forward product. A pattern is a regular expression that
-        matches the whole path, "layers/0/mlp/up"; the first that does counts. None, "bf16", and no
-        pattern leave an array in floats.
-      axis: that products contract: -1 of weights (outputs, inputs), as PyTorch's are, -2 of
-        kernels (inputs, outputs), as flax' are.
+      params: a pytree of arrays, say a dictionary by name, or flax' state as a dictionary.
+      rules: a recipe, or its name, for each pattern. Weights get the recipe's format, scaling,
+        block and window of rhs in the forward product. A pattern is a regular expression for the
+        whole path, "layers/0/mlp/up"; the first match counts. None and "bf16" leave an array in
+        floats, as does a path without a match.
+      axis: the axis that products contract: -1 for weights (outputs, inputs), as PyTorch has them,
+        -2 for kernels (inputs, outputs), as flax has them.
 
     Returns:
-      The tree with an `MXArray` in the place of each array of two dimensions or more that a recipe
-      has. One that MX cannot take stays, and a warning says why. Other leaves stay.
+      The tree with an `MXArray` in place of each array of two dimensions or more with a recipe. An
+      array that MX cannot take stays, and a warning says why. Other leaves stay.
 
     Raises:
-      TypeError, ValueError: rules are none, axis is another, or the recipe rotates its operands.
+      TypeError, ValueError: rules are invalid, axis is another, or a recipe rotates its operands.
     """
     if axis not in (-1, -2):
         raise ValueError(f"{OP}: axis must be -1 or -2, got {shown(axis)}")

@@ -42,10 +42,10 @@ class Library:
     """How a library keeps weights in MX.
 
     Attributes:
-      said: what is read of it, for messages.
-      ways: what a config says that weights are in; empty where the config says no more.
+      said: the words of messages for the files that are read.
+      ways: a function for the formats that a config names; it gives none if the config names none.
       taken: a regular expression of all that is MX.
-      pairs: how names of values and of their scales end, and what comes in place of the former.
+      pairs: the ends of the names of values and of scales, and the new end of a value's name.
     """
 
     said: str
@@ -185,8 +185,8 @@ def load_checkpoint(
       join: names of parts of a layer that become one array, one behind the other along outputs,
         by the name that this gets: one product instead of several. Biases, too. A later part whose
         layer lacks the first one stays by itself, and a warning says so.
-      like: what is expected, by name, as `load_safetensors` takes it: arrays are placed so. Or a
-        function of a name and a shape that gives a sharding or None. Blocks stay whole.
+      like: the expected arrays by name, as `load_safetensors` takes them: arrays are placed so. Or
+        a function of a name and a shape that gives a sharding or None. Blocks stay whole.
       progress: whether to say how far reading is: a bar on a terminal, else lines on stderr. None:
         on a terminal, if there is much to read.
 

@@ -19,7 +19,7 @@ from jax.extend import core
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
 from jax_mx.arrays.checks import shown
 from jax_mx.arrays.sharding import is_explicit
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.products.dot_general import dot_general
 from jax_mx.products.ragged_dot import ragged_dot
 from jax_mx.products.recipes import AUTO, Recipe, check_recipe
@@ -33,8 +33,8 @@ class Candidate(NamedTuple):
     Attributes:
       op: "dot_general" or "ragged_dot".
       lhs: its shape and dtype.
-      rhs: likewise.
-      dimension_numbers: of a dot_general; of a ragged_dot None.
+      rhs: its shape and dtype.
+      dimension_numbers: of a dot_general; None for a ragged_dot.
       scope: of `jax.named_scope`, which flax and others set: "decoder/mlp".
     """
 
@@ -51,34 +51,34 @@ Where = str | Rules | Callable[[Candidate], bool | Recipe | str | None] | None
 def quantized(
     f: Callable[..., Any], recipe: Recipe | str = AUTO, *, where: Where = None
 ) -> Callable[..., Any]:
-    """f with its products in MX: any function of JAX, so the model of any library.
+    """f with its products in MX: f is any function of JAX, so a model of any library.
 
         loss = jax_mx.quantized(loss)
         loss = jax_mx.quantized(loss, "mxfp8", where=r"layers/.*(attention|mlp)")
         loss = jax_mx.quantized(loss, where=lambda product: product.rhs.shape[-1] > 1024)
 
-    Its products, dense or over groups, become `jax_mx.dot_general` and `jax_mx.ragged_dot`,
-    wherever they stand: in jit, scan, while, cond, checkpoint, shard_map, and in functions with
-    derivatives of their own. All else stays. jit, grad, vmap and meshes work as on f; transform the
-    loss before it is differentiated, so that gradients' products are the recipe's. Each call traces
-    f, so jit what calls it.
+    Its products, dense or over groups, become `jax_mx.dot_general` and `jax_mx.ragged_dot`. They
+    may stand in jit, scan, while, cond, checkpoint, shard_map, and in functions with custom
+    derivatives. All else stays. jit, grad, vmap and meshes work as on f. Transform the loss before
+    you differentiate it, so that the recipe also serves the gradients' products. Each call traces
+    f, so jit the caller.
 
     Args:
       f: takes and returns pytrees. Leaves of its arguments that are no arrays of JAX are constants.
       recipe: of the products, see `dot_general`.
-      where: which products. None: those without batch dimensions, as weights have none and
-        attention's scores do; and all ragged ones. A regular expression: those of them whose scope
-        it is found in. A mapping of such to recipes: the first that is found counts, and None
-        leaves a product in floats. A function of a `Candidate`, with batch dimensions or without:
-        it returns a bool, or a recipe.
+      where: the choice of products. None: all ragged ones, and dense ones without batch dimensions,
+        as attention's scores have these and weights do not. A regular expression: of these, the
+        products whose scope it matches somewhere. A mapping from expressions to recipes: the first
+        match counts, and None leaves a product in floats. A function of a `Candidate`, with batch
+        dimensions or without: it returns a bool, or a recipe.
 
     Returns:
       A function like f. A chosen product that MX cannot take stays in floats, and a warning says
-      why, once. A derivative of f's own (`jax.custom_vjp`, `jax.custom_jvp`) is kept, its products
-      become MX, too; one of `jax.custom_jvp` then serves reverse mode alone.
+      why, once. A custom derivative (`jax.custom_vjp`, `jax.custom_jvp`) stays, and its products
+      become MX, too. A `jax.custom_jvp` then serves reverse mode alone.
 
     Raises:
-      TypeError, ValueError: the recipe is none, or `where` is none of these.
+      TypeError, ValueError: the recipe is unknown, or `where` is none of these.
     """
     if not callable(f):
         raise TypeError(f"{OP}: f must be a function, got {shown(f)}")
@@ -93,7 +93,7 @@ def quantized(
 
 
 def _choice(where: Where, recipe: Any) -> Callable[[Candidate], Any]:
-    """What gives a candidate's recipe, or None."""
+    """The function that gives a candidate's recipe, or None."""
     if where is None:
         return lambda product: recipe if _is_of_weights(product) else None
     if isinstance(where, str):
@@ -235,14 +235,14 @@ class _Rewrite(NamedTuple):
         try:
             with equation.ctx.manager:
                 jax.eval_shape(gradients, *typed)
-        except primitive.ShardingTypeError as error:
+        except private.ShardingTypeError as error:
             shapes = " times ".join(aval.str_short() for aval in avals[:2])
             self.left.tell(f"{shapes} in {scope!r}" if scope else shapes, str(error))
             return True
         return False
 
     def has_product(self, equation: Any, scope: str) -> bool:
-        """Whether a chosen product stands in an equation, at any depth; not those of kernels."""
+        """Whether a chosen product stands in an equation, at any depth; a kernel's do not count."""
         if equation.primitive.name.startswith("pallas"):
             return False
         return any(
@@ -258,7 +258,7 @@ def _is_literal(atom: Any) -> bool:
 
 
 def _jaxprs_in(params: Any) -> Iterator[Any]:
-    """The jaxprs that an equation has, without those of its derivatives."""
+    """The jaxprs of an equation, without the jaxprs of its derivatives."""
     for leaf in jax.tree.leaves(list(params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
         if hasattr(leaf, "eqns"):
             yield leaf

@@ -1,7 +1,7 @@
 """`Provider`: qwix chooses products of a flax model by its modules' paths, and they become MX.
 
-It is imported by name, `from jax_mx.adapters.qwix import Provider`, as it needs qwix. Of qwix'
-inner names it uses two, as qwix' own providers do: what tells a weight, and what ends interception.
+The module is imported by name, `from jax_mx.adapters.qwix import Provider`, as it needs qwix. Two
+inner names of qwix, which its own providers use too, tell a weight and end interception.
 """
 
 from __future__ import annotations

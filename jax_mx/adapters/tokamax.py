@@ -39,12 +39,12 @@ def ragged_dot(
       rhs: floats (G, K, N), or an array that is quantized already: an `MXArray`, or a QArray that
         `MXArray.from_qarray` takes.
       group_sizes: integers (G,), or tokamax' GroupSizes.
-      ragged_dot_dimension_numbers: which axis of rhs is contracted, 1 or 2; None: 1.
+      ragged_dot_dimension_numbers: the contracted axis of rhs, 1 or 2; None: 1.
       precision: see `jax_mx.ragged_dot`.
-      preferred_element_type: likewise.
+      preferred_element_type: see `jax_mx.ragged_dot`.
       activation: a function of the result.
       recipe: see `jax_mx.ragged_dot`; functools.partial names one.
-      **others: what tokamax has besides; only None and False are served.
+      **others: further keywords of tokamax; only None and False are served.
 
     Raises:
       NotImplementedError: MX does not take the product, so tokamax tries the next implementation.

@@ -1,4 +1,4 @@
-"""What one argument may be, and the sentence that it gets if it is something else."""
+"""Checks of single arguments; the sentence of each error says what is allowed."""
 
 import itertools
 import operator
@@ -65,14 +65,14 @@ def implementation_of(op: str, names: Collection[str], value: Any) -> str | None
 
 
 def padded(length: Any, by: int) -> str:
-    """What to do about a length that `by` does not divide."""
+    """The advice for a length that `by` does not divide."""
     if isinstance(length, int):
         return f"pad it to {-(-length // by) * by}"
     return f"write a symbolic one as a multiple, as in jax.export.symbolic_shape('{by}*n'),"
 
 
 def held(x: Any) -> Any:
-    """What a variable holds that JAX takes for an array, as flax's nnx.Param; else x itself."""
+    """The array in a variable that JAX takes for an array, such as flax's nnx.Param; else x."""
     if isinstance(x, jax.Array) or not hasattr(x, "__jax_array__"):
         return x
     return x.__jax_array__()

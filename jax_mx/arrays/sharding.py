@@ -36,14 +36,14 @@ def shards_of(x: jax.Array, axis: int) -> tuple[tuple[str, ...], int]:
 
 
 def gathered(x: jax.Array, shape: tuple[int, ...], units: tuple[int, ...]) -> jax.Array:
-    """x with those of its last axes gathered whose shards do not hold whole units.
+    """x after it gathers each of its last axes whose shards do not hold whole units.
 
-    On a mesh with explicit axes; on others XLA sees to it.
+    This concerns meshes with explicit axes; on others XLA gathers.
 
     Args:
       x: any array.
-      shape: what its shape stands for; differs where codes share bytes.
-      units: their lengths, of the last axes.
+      shape: the logical shape, which differs from x's where codes share bytes.
+      units: their lengths along the last axes.
     """
     if not is_explicit(jax.typeof(x).sharding.mesh):
         return x

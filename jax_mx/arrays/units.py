@@ -1,9 +1,9 @@
-"""Units: what has to stay whole beyond a block, when an array is split among devices.
+"""Units: the parts beyond a block that stay whole when devices split an array.
 
 Tiles of scales, tiles of values, windows, and transforms that span two blocks all want more than
 one block together. A unit is the least rectangle of the last two axes that holds whole ones of
-each. A view (views.py) of an array with units has two dimensions that count units, which may be
-split like any leading dimension, and the dimensions inside of a unit, which may not.
+each. A view (views.py) of an array with units has two dimensions that count units. These may be
+split like any leading dimension; the dimensions inside a unit may not.
 """
 
 import math

@@ -1,17 +1,17 @@
 """Views: how an op's arrays look on the way to a kernel.
 
 A kernel, the partitioner and vmap all see an array as leading dimensions and a tail. The tail of
-floats (M, K) counts blocks where some direction's blocks run along an axis, elements where none do,
-and ends with a dimension of length 32 for each axis that blocks run along. In memory the tail's
-dimensions have another order, that of the array itself. So a view costs nothing: it is a reshape
-and a transpose that XLA turns into a bitcast, and the order becomes the layout of the custom call's
-operand or result. All dimensions of a view but those of length 32 can be split among devices.
+floats (M, K) counts blocks along an axis where some direction's blocks run, and elements along
+another axis. It ends with a dimension of length 32 for each axis that blocks run along. In memory
+the tail's dimensions have another order, as the array has it. So a view costs nothing: XLA turns
+its reshape and its transpose into a bitcast, and the order becomes the layout of the custom call's
+operand or result. Devices can split all dimensions of a view except dimensions of length 32.
 
-Tiles want to stay whole (units.py): then the first two dimensions of the tail are split into units,
-and what is inside of a unit is not split among devices either.
+Tiles must stay whole (units.py): the first two dimensions of the tail are then split into units,
+and devices do not split the inside of a unit.
 
-Words are quantize's, from an operand to results. dequantize takes a view backwards: it reads what a
-result describes and writes what the operand describes.
+The words fit quantize, from an operand to results. dequantize takes a view backwards: it reads the
+arrays of a result and writes the operand.
 
 A worked example: floats (64, 96), blocks along the last axis, scales in blocked_128x4.
 
@@ -19,24 +19,33 @@ A worked example: floats (64, 96), blocks along the last axis, scales in blocked
 >>> view = view_of(directions.LAST)
 >>> view.view((64, 96), (None, None), -1)[0]  # 64 rows, 3 blocks of 32
 (64, 3, 32)
+
 >>> view.operand  # in memory: rows, then blocks, then the elements of a block
 (0, 1, 2)
+
 >>> (result,) = view.results
->>> result.block, result.rows, result.cols  # a block spans the last dimension; of its scales'
+>>> result.block, result.rows, result.cols  # a block spans the last dimension
 ((-1,), (0,), (1,))
->>> # matrix, dimension 0 makes up the rows and dimension 1 the columns.
+
+The matrix of scales has dimension 0 as its rows and dimension 1 as its columns.
+
 >>> tiled = view.laid_out(layouts.BLOCKED_128X4, (layouts.ROW_MAJOR_VALUES,), ((128, 128),))
 >>> tiled.units  # 128 rows x 4 blocks are a tile
 (128, 4)
+
 >>> tiled.view((64, 96), (None, None), -1)[0]  # neither divides: one unit, all there is
 (1, 1, 64, 3, 32)
+
 >>> tiled.view((256, 384), (None, None), -1)[0]  # 2 x 3 units
 (2, 3, 128, 4, 32)
+
 >>> tiled.operand  # in memory: row units, rows, block units, blocks, elements
 (0, 2, 1, 3, 4)
+
 >>> (result,) = tiled.results
 >>> result.scales_shape((2, 3, 128, 4, 32))  # a tile of 512 bytes for each unit
 (2, 3, 1, 1, 512)
+
 >>> result.order_in(layouts.BLOCKED_128X4)  # tiles follow each other as (row tiles, column tiles)
 (0, 2, 1, 3, 4)
 
@@ -45,16 +54,20 @@ Another: blocks along the axis before the last, transposed: values (96, 64), sca
 >>> view = view_of(directions.SECOND_TRANSPOSED)
 >>> view.view((64, 96), (None, None), -2)[0]  # 2 blocks of rows, 96 columns, 32 rows of a block
 (2, 96, 32)
+
 >>> view.operand  # the floats in memory: blocks of rows, their 32 rows, then columns
 (0, 2, 1)
+
 >>> (result,) = view.results
 >>> result.order  # the values: columns, then the blocks and elements of each
 (1, 0, 2)
+
 >>> tiled = view.laid_out(layouts.BLOCKED_128X4, (layouts.ROW_MAJOR_VALUES,), ((128, 128),))
 >>> tiled.view((256, 384), (None, None), -2)[0]  # 2 x 3 units of 4 blocks and 128 columns each
 (2, 3, 4, 128, 32)
+
 >>> (result,) = tiled.results
->>> result.order, result.scales_shape((2, 3, 4, 128, 32))  # a unit has a tile of 128 x 4 scales
+>>> result.order, result.scales_shape((2, 3, 4, 128, 32))  # a tile in each unit: 128 x 4
 ((1, 3, 0, 2, 4), (2, 3, 1, 1, 512))
 """
 
@@ -220,7 +233,7 @@ def stored_shape(shape: Shape, axes: Sequence[int], layout: Layout, by: int = BL
 
     Args:
       shape: the logical shape.
-      axes: those along which one byte stands for `by` elements.
+      axes: the axes along which one byte stands for `by` elements.
       layout: where the bytes lie.
       by: 32 for scales, codes per byte for values.
     """
@@ -244,7 +257,8 @@ class Result:
       block: the dimensions of the tail that a block spans, negative; codes pack along the last.
       order: how values and scales lie in memory where they are row-major.
       rows: the dimensions of the tail that make up the rows of the scales' matrix.
-      cols: those that make up its columns; the values' matrix has the rest of a block there, too.
+      cols: the dimensions that make up its columns; the values' matrix has the rest of a block
+        there, too.
       layout: where scales lie.
       values_in: where values lie.
     """
@@ -382,7 +396,7 @@ class View:
         Args:
           layout: where the scales of all results lie.
           values: where the values of each lie.
-          covers: what `units.covered` says of each: rows and elements that stay whole.
+          covers: the result of `units.covered` for each: rows and elements that stay whole.
         """
         # Which dimensions of the tail rows and blocks are counted by, and how many stay whole.
         sides = []
@@ -457,11 +471,11 @@ class View:
         return view, (*spec[: at + 2], None, None, *spec[at + 2 :])
 
     def reordered(self, x: jax.Array, order: Order) -> jax.Array:
-        """A view whose tail's dimensions have this order instead.
+        """The view with its tail's dimensions in this order.
 
-        Those that make up an axis of the array are one on the way, so that XLA transposes the array
-        itself. Of the view it makes a worse program: both_transposed with h16 at (8, 7168, 7168) on
-        an H200 took 4137 us instead of 1042.
+        The dimensions of one axis of the array are merged on the way, so that XLA transposes the
+        array itself. XLA makes a worse program from the view: both_transposed with h16 at (8, 7168,
+        7168) on an H200 took 4137 us instead of 1042.
         """
         lead, batch, shape, spec = x.ndim - self.tail, self.batch(x.ndim), x.shape, spec_of(x)
         before = [*range(lead), *(lead + i for i in self.operand)]
@@ -526,7 +540,7 @@ class Viewed:
     along is moved to the one before the last.
 
     Attributes:
-      view: which one.
+      view: the view.
       axis: the first axis that blocks run along in the floats, negative.
       floats: shape and partition spec of the floats, with `axis` moved if it is.
       shape: of the view of the floats.
@@ -565,12 +579,12 @@ class Viewed:
         return self.to(values, result.values_shape(self.shape, format), result.order)
 
     def to_scales(self, scales: jax.Array, result: Result) -> jax.Array:
-        """The view of a result's scales, likewise."""
+        """The view of a result's scales."""
         layout = result.layout
         return self.to(scales, result.scales_shape(self.shape), result.order_in(layout), layout)
 
     def to(self, a: jax.Array, shape: Shape, order: Order, layout: Layout = ROW_MAJOR) -> jax.Array:
-        """The view of an array whose axes are those of the floats.
+        """The view of an array that has the axes of the floats.
 
         Args:
           a: the array.
@@ -594,14 +608,14 @@ class Viewed:
         format: Format,
         transpose: bool,
     ) -> tuple[list[jax.Array], int]:
-        """Values and scales whose views these are; and the last axis that their blocks run along.
+        """Values and scales from their views; and the last axis that their blocks run along.
 
         Args:
           views: of a result's values and scales.
-          result: which one.
-          axes: those of the floats that its blocks run along.
+          result: the description of this result.
+          axes: the axes of the floats that its blocks run along.
           format: of the values.
-          transpose: whether the result has the first of them last; means nothing of (-1,).
+          transpose: whether the result has the first of them last; it means nothing for (-1,).
         """
         (shape, spec), moves = self.floats, self.is_moved
         axes = (-2,) if moves else tuple(axes)

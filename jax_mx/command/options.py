@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jax_mx.command import ran, tensors
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.launch.chips import ARCHS
 
 PROGRAM = "python -m jax_mx"
 DEFAULTS = {"format": ["mxfp8_e4m3", "mxfp4_e2m1"], "scaling": ["rceil", "floor"]}

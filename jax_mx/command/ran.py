@@ -17,9 +17,8 @@ import numpy as np
 import jax_mx
 from jax_mx.command import here, plain
 from jax_mx.command.output import Screen, Table
-from jax_mx.facts import toolchains
 from jax_mx.facts.formats import FLOAT_DTYPES
-from jax_mx.lowering import store
+from jax_mx.launch import store, toolchains
 
 logger = logging.getLogger("jax_mx")
 CALLS = 20  # that are timed together
@@ -45,7 +44,7 @@ def emulation_lacks() -> str:
     if obstacle := toolchains.obstacle("flydsl"):
         return obstacle
     try:
-        from jax_mx.testing import hip as hip
+        from jax_mx.launch.emulation import hip as hip
     except ModuleNotFoundError as error:
         return f"the emulator needs {error.name}; {toolchains.install(*toolchains.EMULATOR)}"
     return ""

@@ -1,4 +1,4 @@
-"""`python -m jax_mx`: what this installation runs on this machine, and what MX does to tensors."""
+"""`python -m jax_mx`: a report on this installation and machine, and on tensors in MX."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from jax_mx.command import here, multiplying, ran, samples, tensors
 from jax_mx.command.options import PROGRAM, parse
 from jax_mx.command.output import Screen
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.toolchains import install
+from jax_mx.launch.toolchains import install
 
 # What the extra `cli` brings: the modules, and what their distributions are called.
 EXTRA = {"rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}
@@ -102,6 +102,8 @@ class Report:
         self.facts["products"] = multiplying.multiplying()
         title = "What multiplies MXFP8 on each chip, with this JAX"
         self.screen.show(title, *multiplying.multiplying_table(self.facts["products"]))
+        if lacking := multiplying.lacking(self.facts["products"]):
+            say(*lacking, "")
 
     def measure_tensors(self) -> None:
         """Quantizes the tensors of files, or of the small network."""

@@ -191,7 +191,7 @@ class Sample(NamedTuple):
     Attributes:
       tensor: as its file has it, perhaps mapped into memory.
       axis: the axis that blocks run along, counted from the end.
-      dtype: what is quantized.
+      dtype: the dtype from which the tensor is quantized.
       notes: sentences for the user.
     """
 

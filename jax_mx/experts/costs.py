@@ -61,7 +61,7 @@ class Costs(NamedTuple):
         return ROUNDS if self.rounds.us < self.gather.us else GATHER
 
     def sentence(self, way: str) -> str:
-        """What `explain` says of a way."""
+        """The sentence of `explain` about a way."""
         said = {
             GATHER: "all shards gather all tokens",
             ROUNDS: f"tokens travel to their experts, {self.limits.rows} rows a pair of shards",

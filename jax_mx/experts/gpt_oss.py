@@ -1,9 +1,9 @@
 """gpt-oss' expert weights, read as they were published: MXFP4, never dequantized.
 
-A checkpoint keeps each of a layer's two matrices as `*_blocks` uint8 (E, rows, K / 32, 16), two
-codes of e2m1 a byte, the lower half first, and `*_scales` uint8 (E, rows, K / 32), exponents with
-the bias 127. That is MXFP4 along K with row-major scales, (E, rows, K) by its shape; only the last
-two dimensions of blocks become one.
+A checkpoint keeps each of a layer's two matrices as `*_blocks` and `*_scales`. Blocks are uint8 (E,
+rows, K / 32, 16), two codes of e2m1 a byte, the lower half first. Scales are uint8 (E, rows, K /
+32), exponents with the bias 127. This is MXFP4 along K with row-major scales and the shape (E,
+rows, K); only the last two dimensions of blocks become one.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def load_experts(
 ) -> Experts:
     """The experts of one layer, as `jax_mx.moe` takes them.
 
-    With experts = load_experts(path, 0) that is jax_mx.moe(x, choices, weights,
+    With experts = load_experts(path, 0) the layer is jax_mx.moe(x, choices, weights,
     **experts._asdict(), activation="gpt_oss", interleaved=True). Files are mapped into memory, and
-    each process reads only what its devices hold.
+    each process reads only the parts of its devices.
 
     Args:
       path: a .safetensors file, several of them, the folder that they lie in, or their
         model.safetensors.index.json.
-      layer: which one, from 0.
+      layer: its number, from 0.
       sharding: of all four arrays, whose first dimension is the expert, such as P("expert") on a
         mesh; or one by the name of each array. None: the default device. Blocks stay whole.
       progress: whether to say how far reading is: a bar on a terminal, else lines on stderr. None:
@@ -91,7 +91,7 @@ def load_experts(
       FileNotFoundError: there is no such file.
       TypeError: path is none, layer is no int, or sharding of another type.
       ValueError: an index is damaged, the files have no such layer, its weights are not in MXFP4 or
-        of shapes that do not belong together, or shards would cut blocks.
+        have shapes that do not fit. Shards would cut blocks.
     """
     try:
         layer = whole(layer)
@@ -188,7 +188,7 @@ class _Layer(NamedTuple):
 
 
 def _missing(files: Files, layer: int) -> str:
-    """What is there instead of a layer."""
+    """The words for the layers that are there instead of a missing one."""
     layers = set()
     for prefix, words in NAMES.items():
         before, after = prefix.split("{layer}")

@@ -3,9 +3,9 @@
     tokens --gather, quantize--> slots --product--> gate, up --activation, quantize--> --product-->
     slots --sum of each token's choices--> tokens
 
-A router's weight scales what the activation gives instead of what the second product gives: the
-sum is the same, and the gradient of the result then reaches the products without being scaled, so
-that it is gathered and quantized in one read like the tokens.
+A router's weight scales the result of the activation instead of the second product's, which gives
+the same sum. The gradient of the result then reaches the products without a factor, so that one
+read gathers and quantizes it like the tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax_mx.experts.costs import WAYS
 from jax_mx.experts.rounds import Round
 from jax_mx.facts.activations import GATED
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops.groups import Groups, integers
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
@@ -72,65 +72,67 @@ def moe(
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The experts of a mixture: every token through those that a router chose for it.
+    """The experts of a mixture: each token passes through the experts that a router chose for it.
 
-    y[t] = sum over j of weights[t, j] (act(x[t] @ w_gate_up[e] + b_gate_up[e]) @ w_down[e]
-    + b_down[e]), e = experts[t, j]. No token is dropped, whatever the routing; shapes do not depend
-    on it, and nothing of it is read by the host. Differentiable in reverse mode with respect to x,
-    weights, both matrices and both biases.
+    y[t] = sum over j of weights[t, j] (act(x[t] @ w_gate_up[e] + b_gate_up[e]) @ w_down[e] +
+    b_down[e]), e = experts[t, j]. No token is dropped, whatever the routing. Shapes do not depend
+    on the routing, and the host does not read it. The function is differentiable in reverse mode
+    with respect to x, weights, both matrices and both biases.
 
-    Operands of both grouped products, and of their four gradients, are quantized as the recipe says
-    (see `dot_general`): tokens and the result's gradient as they are gathered into slots, sorted by
-    expert. Kept for the backward pass, in MX: the tokens along slots, and gate and up.
+    The recipe says how operands of both grouped products, and of their four gradients, are
+    quantized (see `dot_general`). Tokens and the result's gradient are quantized as they are
+    gathered into slots, sorted by expert. The backward pass keeps in MX the tokens along slots, and
+    gate and up.
 
-    With `expert_axis`, tokens and experts are split over it, and tokens move to shards of the axis
-    as codes and scales, by one of two ways. All shards gather all tokens, each shard's experts take
-    theirs, and a reduce-scatter of floats adds up what they give. Or tokens travel to the shards
-    that have their experts, in as many rounds of an all-to-all as the fullest shard needs; memory
-    is that of a round. The first round has room for an eighth more than an even routing sends, and
-    keeps what the backward pass reads; that computes further rounds again.
+    `expert_axis` is a mesh axis that tokens and experts are split over. Tokens move to its shards
+    as codes and scales, by one of two ways. "gather": all shards gather all tokens, each shard's
+    experts take theirs, and a reduce-scatter of floats adds up the results. "rounds": tokens travel
+    to the shards that have their experts, in as many rounds of an all-to-all as the fullest shard
+    needs. Only one round takes memory at a time. The first round has room for an eighth more than
+    an even routing sends, and keeps arrays for the backward pass. The backward pass computes
+    further rounds again.
 
-    With wire="mx" the gradients of both matrices read what was quantized twice, to be moved and
-    then along slots, so that they differ a little from one device's. Inside `jax.shard_map` over
-    that axis, arguments are a shard's; elsewhere they are whole arrays, on the mesh that
-    `jax.set_mesh` has set, with automatic or explicit axes, and this maps the layer over their
-    shards.
+    With wire="mx" the gradients of both matrices read tokens that were quantized twice, for the
+    move and then along slots. They differ a little from one device's. Inside `jax.shard_map` over
+    that axis, arguments are a shard's. Elsewhere they are whole arrays, on the mesh that
+    `jax.set_mesh` has set, with automatic or explicit axes. The function then maps the layer over
+    their shards.
 
     Args:
       x: (T, D): bfloat16, float16 or float32. 32 divides D.
-      experts: integers (T, k): the experts of each token. One out of range adds nothing, and its
-        weight's gradient is 0.
-      weights: floats (T, k): what the router gives each of them.
-      w_gate_up: (E, D, 2 I), see `ragged_dot`: floats, what `recipe.quantize_weight` makes of them,
-        or a frozen `MXArray` (E, D, 2 I) or (E, 2 I, D) with its blocks along D. 32 divides I.
+      experts: integers (T, k): the experts of each token. A number out of range adds nothing, and
+        its weight's gradient is 0.
+      weights: floats (T, k): the router's weight of each.
+      w_gate_up: (E, D, 2 I), see `ragged_dot`: floats, a result of `recipe.quantize_weight`, or a
+        frozen `MXArray` (E, D, 2 I) or (E, 2 I, D) with its blocks along D. 32 divides I.
       w_down: (E, I, D), of the same types.
       b_gate_up: floats (E, 2 I), or None.
       b_down: floats (E, D), or None.
-      activation: one with a gate, see `gated`: "swiglu", "geglu", "geglu_erf", "reglu", "reglu2",
-        "bilinear" or "gpt_oss".
-      interleaved: whether gate and up come by turns along 2 I, not all gates first.
-      recipe: how floats are quantized, see `dot_general`; "floats" leaves them as they are; a
-        window "row" of wgrad is refused. The router's weight
-        multiplies what w_down's product reads before that is quantized. Where the layer is split, a
-        `Stochastic` key of the recipe has the shard's position on each axis that splits it folded
-        in, so that no two shards round by the same numbers. In a `jax.shard_map` over axes that
-        the layer is not told of, fold these in yourself: `recipe.fold_in(jax.lax.axis_index(...))`.
-      residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
-        are; "inputs", nothing: the first product is computed again from the quantized tokens. None:
-        "mx" where the recipe quantizes the forward product, else "floats".
+      activation: a name with a gate, see `gated`: "swiglu", "geglu", "geglu_erf", "reglu",
+        "reglu2", "bilinear" or "gpt_oss".
+      interleaved: whether gate and up alternate along 2 I, not all gates first.
+      recipe: the rule for floats, see `dot_general`; "floats" leaves them as they are; a window
+        "row" of wgrad is refused. The router's weight multiplies the operand of w_down's product
+        before this is quantized. A split layer folds the shard's position on each axis into a
+        `Stochastic` key of the recipe. So no two shards round by the same numbers. A
+        `jax.shard_map` over axes that the layer does not know folds these in itself:
+        `recipe.fold_in(jax.lax.axis_index(...))`.
+      residuals: the form of gate and up that the backward pass keeps: "mx", MXFP8; "floats", as
+        they are; "inputs", nothing. For "inputs" it computes the first product again from the
+        quantized tokens. None: "mx" where the recipe quantizes the forward product, else "floats".
       expert_axis: the mesh axis that tokens and experts are split over.
       tensor_axis: the mesh axis that I is split over: the columns of w_gate_up (of gates and of
         ups alike), the rows of w_down; floats only, together with `expert_axis`. One more
         all-reduce adds up results.
-      token_axes: the mesh axes that tokens are split over where this maps the layer; by default
-        the axes of x's type, on a mesh with explicit axes, or all of the mesh but `tensor_axis`.
-        `expert_axis` is added. Inputs without one: every device has all experts, for its tokens.
-      wire: how tokens and gradients move along it: "mx", or "floats", which are quantized after
-        they arrived. This holds for products in bfloat16, or with a Hadamard transform, too.
-      way: how tokens reach their experts' shards: "gather", all shards gather all tokens;
-        "rounds", a token travels only to shards that have its experts, in rounds of a fixed number
-        of rows. None: the one that costs less, of bytes and launches; `explain` says which, and
-        why.
+      token_axes: the mesh axes that tokens are split over where the function maps the layer;
+        `expert_axis` is added. The default is the axes of x's type, on a mesh with explicit axes,
+        or all of the mesh except `tensor_axis`. Without an `expert_axis` every device has all
+        experts, for its tokens.
+      wire: the form in which tokens and gradients move along it: "mx", or "floats", which are
+        quantized after they arrived. This holds for products in bfloat16, or with a Hadamard
+        transform, too.
+      way: the way of tokens to their experts' shards, "gather" or "rounds". None: the way that
+        costs less, in bytes and launches; `explain` says which, and why.
       precision: of all grouped products, see `dot_general`.
       implementation: of all grouped products, see `ragged_dot`; or None.
 
@@ -213,7 +215,7 @@ def moe(
     recipes = tuple(wires.numbered(each, (axes.experts, axes.tensor)) for each in recipes)
     quantized = (first.quantized,), second.quantized
     leaves, tree = jax.tree.flatten((given, quantized, trip, recipes))
-    return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+    return layer(static, *tree.unflatten(private.vary_alike(*leaves)))
 
 
 def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax.Array:
@@ -367,7 +369,7 @@ class Slots(Moves):
     def leave(
         self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
-        """See `Moves`; what the backward pass wants is b_down and the routing."""
+        """See `Moves`; the backward pass needs b_down and the routing."""
         y, beside = routing.back(place.groups.combined(y)), None
         if given.b_second is not None:  # of this shard's tokens and all experts
             bias = wires.gathered(self.axis, given.b_second).astype(jnp.float32)
@@ -420,7 +422,7 @@ class Slots(Moves):
 
 
 def _is_one(experts: jax.Array, number: int) -> jax.Array:
-    """Which choices name an expert, of so many."""
+    """The choices that name one of `number` experts, as bools."""
     return (experts >= 0) & (experts < number)
 
 
@@ -434,12 +436,12 @@ def _shares(experts: jax.Array, weights: jax.Array, number: int) -> tuple[jax.Ar
 def _sums(shares: jax.Array, takes: jax.Array, rows: jax.Array) -> jax.Array:
     """Float32 (E, columns): each expert's sum of rows, each row by its share.
 
-    What is not finite makes NaN in the sums of the experts that take its row, and in no others,
-    where a product of matrices would have 0 * NaN.
+    An infinity or a NaN makes NaN in the sums of the experts that take its row, and in no others; a
+    product of matrices would have 0 * NaN there.
 
     Args:
       shares: float32 (R, E).
-      takes: bool (R, E), whose sums a row is in.
+      takes: bool (R, E), whether an expert's sum has a row.
       rows: float32 (R, columns).
     """
     good_shares, good_rows = jnp.isfinite(shares), jnp.isfinite(rows)
@@ -454,7 +456,7 @@ def _sums(shares: jax.Array, takes: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _by_expert(sums: jax.Array, groups: Groups) -> jax.Array:
-    """Float32 (E, columns): the sum of each expert's slots, those of `align` slots first.
+    """Float32 (E, columns): the sum of each expert's slots, after sums of `align` slots each.
 
     Args:
       sums: float32 (R / 32, columns), of 32 slots each, or of all slots themselves.

@@ -19,21 +19,21 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx import reference
-from jax_mx.lowering.primitive import vary_alike
+from jax_mx.launch.private import vary_alike
 from jax_mx.ops.collectives import all_to_all
 from jax_mx.ops.groups import Groups
 from jax_mx.products.operand import Unquantized, moves_as_floats
 
 
 class Limits(NamedTuple):
-    """What a round holds for each pair of shards: so many rows, and so many of their choices."""
+    """The room of a round for each pair of shards: numbers of rows, and of their choices."""
 
     rows: int
     choices: int
 
     @classmethod
     def of(cls, tokens: int, k: int, experts: int, shards: int) -> Limits:
-        """What a first round needs where each token chooses k of all experts, each as often."""
+        """The room that a first round needs if tokens choose all experts equally often, k each."""
         own = experts // shards
         misses = math.prod(
             max(experts - own - i, 0) / (experts - i) for i in range(min(k, experts))
@@ -42,7 +42,7 @@ class Limits(NamedTuple):
         return cls(rows, max(min(_enough(tokens * k / shards), rows * k), k))
 
     def of_rest(self, k: int) -> Limits:
-        """What each further round holds."""
+        """The room of each further round."""
         return Limits(-(-self.rows // 4), max(-(-self.choices // 4), k))
 
 
@@ -151,7 +151,7 @@ class Round:
         return ids, jax.lax.bitcast_convert_type(bits, jnp.float32)
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """(T, D): what the rows that arrived became, summed for each token in float32."""
+        """(T, D): the results of the rows that arrived, summed for each token in float32."""
         _, first = self.places()
         each = _taken(self._exchanged(rows), first)
         return each.astype(jnp.float32).sum(1).astype(rows.dtype)
@@ -168,7 +168,7 @@ class Round:
 
     # ---- further rounds ---
     def rest(self, run: Callable[[Round, Any], Any], sums: Any, operands: Any) -> Any:
-        """The sums of what `run` gives of rounds and operands; those of this round are given."""
+        """The sums of the results of `run` over all rounds; `sums` has this round's."""
         limits = self.limits.of_rest(self.experts.shape[1])
         stop = self.groups.starts + self.groups.counts
 
@@ -202,7 +202,7 @@ def _shard_of(experts: jax.Array, own: int, shards: int) -> jax.Array:
 
 
 def _together(goes: jax.Array) -> jax.Array:
-    """bool (T, k, k): which choices of a token go to one shard."""
+    """bool (T, k, k): whether two choices of a token go to one shard."""
     return (goes[:, :, None] == goes[:, None, :]) & (goes >= 0)[:, None, :]
 
 

@@ -21,7 +21,7 @@ from jax_mx.arrays.checks import is_symbolic, shown
 from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
 from jax_mx.experts.costs import ROUNDS, Costs
 from jax_mx.experts.rounds import Round
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.lowering.barrier import noted
 from jax_mx.ops.collectives import all_gather
 from jax_mx.ops.mxarray import MXArray
@@ -74,7 +74,7 @@ def axes_of(op: str, experts: Any, tensor: Any) -> Axes:
         )
     if tensor is not None and experts is None:
         raise ValueError(f"{op}: tensor_axis without expert_axis; name an axis of length 1 as that")
-    if True in is_manual and tensor and not primitive.varies(jax.lax.axis_index(tensor)):
+    if True in is_manual and tensor and not private.varies(jax.lax.axis_index(tensor)):
         raise ValueError(f"{op}: tensor_axis wants jax.shard_map(..., check_vma=True)")
     return Axes(experts, tensor, False in is_manual)
 
@@ -124,7 +124,7 @@ class Mapping(NamedTuple):
         return cls(axes, names, mesh)
 
     def __call__(self, shard: Callable[..., jax.Array], operands: tuple) -> jax.Array:
-        """What `shard` gives for each shard of these operands, see `moe`, as one array."""
+        """The results of `shard` for all shards of these operands, see `moe`, as one array."""
         *_, w1, w2, b1, b2, recipe = operands
         rows, tensor = P(self.tokens), self.axes.tensor
         first = _specs(w1, P(self.axes.experts, *[None] * (w1.ndim - 2), tensor))
@@ -202,7 +202,7 @@ class Gathered:
         return here, gathered(self.axis, weights)
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """(T, D): what this shard's rows became, added up over shards."""
+        """(T, D): the results of this shard's rows, added up over shards."""
         return sum_and_scatter(self.axis, rows)
 
     def back_choices(self, values: jax.Array) -> jax.Array:

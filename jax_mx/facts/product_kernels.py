@@ -2,18 +2,18 @@
 
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
-Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N).
-Of "wgrad_fp8" groups have parts of K instead: y (G, T, N) is for each x (T, K) @ W (N, K)^T over
-its part of K; "wgrad" is the same of floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N)
-over each group's rows. "amaxes" is no product: the largest magnitudes of the rows and the columns
-of x (batch, T, K), which quantizing both ways wants first where products take rows with one scale
-each.
+Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N). Groups of
+"wgrad_fp8" have parts of K instead: y (G, T, N) is x (T, K) @ W (N, K)^T over each group's part of
+K. "wgrad" is the same for floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N) over each
+group's rows. "amaxes" is no product: it gives the largest magnitudes of the rows and the columns of
+x (batch, T, K). A quantizer of both directions needs these first where products take rows with one
+scale each.
 """
 
 import dataclasses
 import itertools
 
-from jax_mx.facts.chips import ARCHS
+from jax_mx.facts.binary import Compiled
 from jax_mx.facts.formats import (
     BLOCK,
     MXFP4_E2M1,
@@ -25,20 +25,23 @@ from jax_mx.facts.formats import (
 )
 from jax_mx.facts.variants import Variant, exists
 from jax_mx.facts.windows import ROW, suffix_of
+from jax_mx.launch.chips import ARCHS
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
+# Rows of x in the smallest tiles: in the first of them W goes from memory into registers. Groups
+# and what these kernels do not serve take the second.
+DIRECT, FEWEST = 4, 8
 UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies can read rows
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductKernel:
+class ProductKernel(Compiled):
     """One kernel's source-level choices.
 
     Attributes:
       op: "matmul", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and codes;
         "wgrad", of floats and floats; "amaxes", of floats.
-      implementation: "cutedsl".
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block, or a cluster of two, has at a time.
       window: how many elements along K share a scale, of both operands, where both are codes;
@@ -51,8 +54,6 @@ class ProductKernel:
         N, K / parts). Devices that had a part each gather them so; scales lie as ever.
     """
 
-    op: str
-    implementation: str
     formats: tuple[Format, ...]
     rows: int
     window: int | str = BLOCK
@@ -91,6 +92,12 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         ProductKernel("matmul", "cutedsl", (format,), rows)
         for rows in (256, 128, 64, 16, 8)
         for format in _FORMATS
+    ),
+    # Zeros keep the blocks of these apart, and E5M2 has infinities.
+    *(
+        ProductKernel("matmul", "cutedsl", (format,), DIRECT)
+        for format in _FORMATS
+        if format != MXFP8_E5M2
     ),
     *(
         ProductKernel("matmul_fp8", "cutedsl", formats, rows, window, tiles)

@@ -1,4 +1,4 @@
-"""What a launch must know of an entry, whichever DSL it is written in; see ffi/launch.cc."""
+"""The facts of an entry for a launch, whichever DSL it is written in; see ffi/launch.cc."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,9 +9,10 @@ from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.signatures import Array, Role, Signature
 from jax_mx.facts.variants import Variant, takes_zero_scale, value_layouts_of
 from jax_mx.kernels import geometry
+from jax_mx.launch.entry import Entry
 
 
-class QuantizerEntry:
+class QuantizerEntry(Entry):
     """The arrays and the launch rule of an entry that quantizes or dequantizes; of both DSLs.
 
     Attributes:
@@ -19,13 +20,8 @@ class QuantizerEntry:
       source: what makes the floats.
       signature: its arrays, in the order of its pointers.
       extents: the scalars that follow from the buffers' dimensions.
-      divide: what must divide a dimension, for an aligned entry.
-      threads: of a workgroup.
-      grid: terms (axis, buffer, from, to, divisor), and a summand where a size is a sum.
-      elements_per_thread: for the build's report.
-      dynamic_shared: bytes of shared memory that a launch gives beside the kernel's own.
-      cluster: how many thread blocks a cluster has.
-      scratch: results that are cleared before, as the launch rule has them.
+      divide: the number that must divide a dimension, for an aligned entry.
+      elements_per_thread: see `reported`.
     """
 
     # What a kernel may ask for each quantized result, see `Plan.scalars`.
@@ -39,12 +35,6 @@ class QuantizerEntry:
         "value_tiles",
     )
     extents: Sequence = ()
-    divide: Sequence = ()
-    dynamic_shared = 0
-    cluster = 1
-    scratch: Sequence = ()
-    threads: int
-    grid: Sequence
     elements_per_thread: int
 
     def __init__(self, variant: Variant, layout: ScaleLayout, aligned: bool):
@@ -70,12 +60,12 @@ class QuantizerEntry:
         return len(self.formats)
 
     @property
-    def align(self) -> list[int]:
-        """What the address of each buffer is a multiple of, in bytes."""
+    def align(self) -> list[int]:  # type: ignore[bad-override]
+        """The number of bytes that divides the address of each buffer."""
         return [self.align_of(array) for array in self.signature.arrays]
 
     def align_of(self, array: Array) -> int:
-        """What the address of one of its arrays is a multiple of, in bytes."""
+        """The number of bytes that divides the address of one of its arrays."""
         least, most = {
             Role.FLOATS: (self.itemsize, 16),
             Role.SOURCE: (1 if array.dtype == "uint8" else self.itemsize, 16),
@@ -87,7 +77,7 @@ class QuantizerEntry:
         return most if self.aligned else least
 
     @property
-    def scalars(self) -> list:
+    def scalars(self) -> list:  # type: ignore[bad-override]
         """The scalars of the launch rule: the extents, then what a plan knows by name."""
         if self.variant.op != "quantize":
             return [*self.extents]
@@ -137,41 +127,11 @@ class QuantizerEntry:
         return [given[name] for name in QuantizerEntry.NAMES[:3] if name in given]
 
     @property
+    def reported(self) -> dict[str, int]:  # type: ignore[bad-override]
+        """For tests, which count its instructions."""
+        return {"elements_per_thread": self.elements_per_thread}
+
+    @property
     def launch(self) -> dict[str, Any]:
-        """The entry's launch rule."""
-        return {
-            "align": self.align,
-            "divide": [*self.divide] if self.aligned else [],
-            "threads": [self.threads, 1, 1],
-            "grid": [*self.grid],
-            **({"shared": self.dynamic_shared} if self.dynamic_shared else {}),
-            **({"cluster": [self.cluster, 1, 1]} if self.cluster > 1 else {}),
-        }
-
-
-def launches(
-    kernels: Mapping[str, Sequence[QuantizerEntry]], usage: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """What the manifest says of a binary's launches.
-
-    Args:
-      kernels: per scale layout its entries.
-      usage: per symbol what the compiler says, `threads` included; symbols are in the order of all
-        entries, NAME_0, NAME_1 and so on, ten at most.
-
-    Raises:
-      RuntimeError: an entry was compiled for other threads.
-    """
-    found, symbols = {}, iter(sorted(usage))
-    for name, entries in kernels.items():
-        found[name] = {"scalars": entries[0].scalars, "entries": []}
-        if entries[0].scratch:
-            found[name]["scratch"] = [*entries[0].scratch]
-        for entry in entries:
-            symbol = next(symbols)
-            own = {"elements_per_thread": entry.elements_per_thread}
-            facts: dict[str, Any] = {**usage[symbol], **own}
-            if tuple(threads := facts.pop("threads")) != (entry.threads, 1, 1):
-                raise RuntimeError(f"{symbol}: compiled for {threads} threads")
-            found[name]["entries"].append({"symbol": symbol, **entry.launch, "usage": facts})
-    return found
+        """The entry's launch rule; one that is not aligned takes whatever length."""
+        return super().launch | ({} if self.aligned else {"divide": []})

@@ -1,24 +1,24 @@
 """The short list of kernels that a wheel ships, `jax_mx/verified` records and tests run.
 
 The list has what layers and recipes take, and quantizers as users call them. A variant that exists
-but is not here is compiled when a call wants it, see lowering/store.py.
+but is not here is compiled when a call wants it, see launch/store.py.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator
 
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.directions import BOTH, LAST, SECOND_TRANSPOSED
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.product_kernels import PRODUCT_ARCHS, PRODUCTS, Binary, ProductKernel, archs_of
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.variants import KERNELS, OPERANDS, Variant, variants
-from jax_mx.facts.windows import ROW
+from jax_mx.facts.windows import ROW, SQUARE
+from jax_mx.launch.chips import ARCHS
+from jax_mx.norms.source import NormSource
 from jax_mx.sources.codes import CodesSource
 from jax_mx.sources.gated import ACTIVE, GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 _TWO = (False, True)
@@ -45,6 +45,8 @@ def existing(sources: Iterable[Source] = SOURCES) -> Iterator[Variant]:
 def ships(variant: Variant) -> bool:
     """Whether a variant that exists is on the list; of windows see `shipped_archs`."""
     formats, last, source = {*variant.formats}, variant.formats[-1], variant.source
+    if variant.window == SQUARE:
+        return False
     # MLPs have all gates first, gpt-oss' checkpoints have gates and ups by turns.
     if isinstance(source, GatedSource | GradientSource):
         if source.interleaved != (source.activation == "gpt_oss"):

@@ -1,8 +1,8 @@
-"""An identity that keeps two programs apart: what makes an array, and what moves it.
+"""An identity that keeps two programs apart: the maker of an array, and its mover.
 
-XLA's partitioner looks at a whole program. Asked to move codes, it may move the floats that they
-are made of, or split what makes them as their reader wants it. Behind this identity an array is
-split as what makes it is, and XLA moves no conversion of types past it.
+XLA's partitioner looks at a whole program. Asked to move codes, it may move their floats instead,
+or split the quantizer as the codes' reader wants it. Behind this identity an array is split like
+its maker, and XLA moves no conversion of types past it.
 """
 
 from collections.abc import Iterable

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.units import covered
 from jax_mx.arrays.views import View, view_of
-from jax_mx.facts.chips import arch_of
 from jax_mx.facts.directions import Blocks, Direction, Form
 from jax_mx.facts.formats import BLOCK, FORMATS, Format, Scaling
 from jax_mx.facts.layouts import (
@@ -33,7 +31,6 @@ from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import ROW, Window, in_blocks, of_kernels
-from jax_mx.lowering.speeds import SPEEDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +52,8 @@ class Plan:
       value_layouts: where the values of quantize's results lie; dequantize reads row-major ones.
       preprocessing: of the elements of each of quantize's results, beside scaling; with their
         window.
-      caller: the public function whose part the call is, for messages; empty: the op itself.
-      source: what makes the floats.
+      caller: the public function that makes the call, for messages; empty: the op itself.
+      source: of the floats.
       chosen: the chips that the recipe "auto" chose windows of rows for: in a program for others
         they are of 32. Empty: the caller asks for them.
       across: for each result the axes of a shard_map among whose devices a window "row" lies; ():
@@ -89,7 +86,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.caller or self.op
 
     @property
@@ -143,7 +140,7 @@ class Plan:
 
     @property
     def given_data(self) -> list[Array]:
-        """Those of them that callers give; the others are derived from the floats."""
+        """The block data that callers give; the rest is derived from the floats."""
         return [array for array in self.block_data if not array.derived]
 
     @property
@@ -192,7 +189,7 @@ class Plan:
 
     @property
     def launch(self) -> str:
-        """Which of a binary's launches serves it: that of its scales' layout."""
+        """The launch of a binary that serves the plan; scales' layouts name launches."""
         return self.scale_layout.name
 
     @property
@@ -264,7 +261,7 @@ class ProductPlan:
       free: see `facts.product_kernels.ProductKernel`; x then has zeros up to a multiple of `UNIT`
         columns.
       floats: the dtype of its floats, where kernels take several.
-      source: what makes the floats, of "amaxes"; they come out, too.
+      source: of the floats, for "amaxes"; they come out, too.
       tiled: whether x's values and scales lie in AMD's tiles, and W's; kernels for AMD read them.
       parts: of these floats' rows, each of which has amaxes of columns of its own; of "matmul_fp8"
         the parts of the contracted axis that codes of W lie in, one behind the other.
@@ -290,7 +287,7 @@ class ProductPlan:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return self.op
 
     @property
@@ -306,7 +303,7 @@ class ProductPlan:
 
     @property
     def launch(self) -> str:
-        """Which of a binary's launches serves it: that of y's dtype."""
+        """The launch of a binary that serves the plan; dtypes of y name launches."""
         return self.dtype.name
 
     @property
@@ -315,24 +312,13 @@ class ProductPlan:
         return {"tiled": sum(is_tiled << i for i, is_tiled in enumerate(self.tiled))}
 
     def product(self, dsl: str) -> ProductKernel:
-        """The kernel that it asks for, which may be none of those that there are."""
+        """The kernel that the plan asks for; it may not exist."""
         kinds = self.window, self.tiles, self.free, self.floats, str(self.source)
         parted = self.op == "matmul_fp8" and self.parts > 1
         return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds, parted)
 
 
 AnyPlan = Plan | ProductPlan
-
-
-def seconds(plan: AnyPlan, chip: str, operands: Sequence[Any], results: Sequence[Any]) -> float:
-    """About how long a call of arrays with these shapes takes: the longer of its moves and sums."""
-    memory, bfloat16, fp8 = SPEEDS[cast(str, arch_of(chip))]
-    moved = sum(math.prod(a.shape) * a.dtype.itemsize for a in (*operands, *results)) / memory
-    if plan.op not in ("matmul", "matmul_fp8", "wgrad", "wgrad_fp8"):
-        return moved / 1e12
-    # Each element of x meets an element of each of y's columns.
-    flop = 2 * math.prod(operands[0].shape) * results[0].shape[-1]
-    return max(moved / 1e12, flop / (fp8 if plan.op.endswith("fp8") else bfloat16) / 1e15)
 
 
 # ---- as JSON has them ---

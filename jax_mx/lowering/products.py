@@ -19,23 +19,21 @@ from jax.sharding import PartitionSpec
 from jax_mx import reference
 from jax_mx.arrays.views import Result, View
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.product_kernels import DIRECT, FEWEST
 from jax_mx.facts.sources import COLUMNS, ROWS, Source, X
-from jax_mx.lowering import partition
-from jax_mx.lowering.partition import Rule, Split
+from jax_mx.launch import partition
+from jax_mx.launch.calls import batched
+from jax_mx.launch.partition import Rule, Split
+from jax_mx.launch.private import agree, define, unsplit, vary_alike
+from jax_mx.launch.targets import target_of
 from jax_mx.lowering.plan import Plan, ProductPlan, described, plan_in
 from jax_mx.lowering.primitive import (
     Op,
-    agree,
-    batched,
-    define,
     make_primitive,
     no_derivative,
     one_by_one,
     serves_by_itself,
-    unsplit,
-    vary_alike,
 )
-from jax_mx.lowering.targets import target_of
 
 AT_ONCE = 8  # columns that the kernel of amaxes reads; it takes a multiple of them
 AMAX = np.dtype(np.uint32)  # the bits of a float32
@@ -95,6 +93,8 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
         a.reshape(-1, *a.shape[2:]) if a.ndim > rank else a
         for a, rank in zip(args, ranks, strict=False)
     ]
+    if plan.rows == DIRECT and one and flat[0].shape[0] > DIRECT:  # else W is read too often
+        plan = dataclasses.replace(plan, rows=FEWEST)
     (y,) = primitive.bind(*flat, plan=plan)
     return [y.reshape(size, rows, y.shape[-1])], [0]
 

@@ -25,25 +25,23 @@ from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Format, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Role
 from jax_mx.facts.sources import COLUMNS, ROWS, Source, X
-from jax_mx.facts.windows import ROW, SHARD
-from jax_mx.lowering import partition, registry
-from jax_mx.lowering.partition import Rule, Split
+from jax_mx.facts.windows import ROW, SHARD, SQUARE
+from jax_mx.launch import partition
+from jax_mx.launch.calls import batched
+from jax_mx.launch.partition import Rule, Split
+from jax_mx.launch.private import agree, define, unsplit_like, vary_alike
+from jax_mx.launch.targets import Target, target_of
+from jax_mx.lowering import registry
 from jax_mx.lowering.plan import AnyPlan, Plan, described, plan_in
 from jax_mx.lowering.primitive import (
     Op,
-    agree,
     batch,
-    batched,
-    define,
     make_primitive,
     no_derivative,
     one_by_one,
     serves_by_itself,
-    unsplit_like,
-    vary_alike,
 )
 from jax_mx.lowering.products import amax_of, amaxes_of_both_p, amaxes_plan, products_p
-from jax_mx.lowering.targets import Target, target_of
 
 # Values and scales of all that is quantized go by this name in `jax.checkpoint`, so that a policy
 # like jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME) keeps them, and the backward
@@ -119,7 +117,7 @@ def _by_direction(plan: Plan, block_data: Sequence[jax.Array]) -> list[dict[str,
 
 
 def _scaled_elements(x, result: Result, own: Preprocessing, data: Mapping[str, jax.Array]):
-    """What of x is scaled: x itself, or transformed and multiplied by a prescale."""
+    """The elements that are scaled: x itself, or x transformed and multiplied by a prescale."""
     if own.hadamard:
         (along,) = result.block
         flips = data["signs"] if own.flips is None else result.by_parity(own.flips, x.shape)
@@ -139,11 +137,11 @@ def _of_blocks(amax, y, result: Result):
 def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array], along: Shape):
     """For each block of what is scaled its window's largest magnitude; None: its own.
 
-    `along` are the dimensions of a whole row.
+    `along` are the dimensions of a whole row, or of a square block.
     """
     if own.window == BLOCK:
         return None
-    if own.window == ROW:
+    if own.window in (ROW, SQUARE):
         amax = data["amaxes"] if own.kind.takes_amaxes else reference.amax_of(y, along)
         return _of_blocks(amax, y, result)
     return reference.over_windows(reference.amax_of(y, result.block), result.blocks_in(own.window))
@@ -226,7 +224,10 @@ def _quantize_reference(x, *block_data, plan: Plan):
         if own.stochastic:
             noise = jnp.moveaxis(reference.noise(data["seeds"], result.block), *last)
         y = _scaled_elements(x, result, own, data)
-        amax = _amaxes(y, result, own, data, plan.view.along(result))
+        along = plan.view.along(result)
+        if own.window == SQUARE:
+            along = tuple(d for each in plan.view.results for d in each.block)
+        amax = _amaxes(y, result, own, data, along)
         amax = amax if amax is None else jnp.moveaxis(amax, *last)
         blocks, scaling = jnp.moveaxis(y, *last), cast(Scaling, plan.scaling)
         how = (format, scaling, result.last, plan.zero_scale, noise, amax)
@@ -287,7 +288,7 @@ def _dequantize_reference(values, scales, *, plan: Plan):
 
 
 def _floats_of_codes(values, scales, result: Result, format: Format, dtype: np.dtype):
-    """What row-major codes and scales of a view stand for."""
+    """The floats that row-major codes and scales of a view stand for."""
     values, scales = (jnp.moveaxis(a, result.block, result.last) for a in (values, scales))
     y = reference.dequantize(values, scales, format, dtype)
     return jnp.moveaxis(y, result.last, result.block)
@@ -353,7 +354,7 @@ def _lower_rows(
         by_xla = target.partitioned and plan.source and not is_shared  # binds it again, of floats
         view = _floats(ctx.avals_in, plan)
         rows = tuple(
-            Rows(target.shards_of(_along(view, plan, i)))
+            Rows(target.shards_of(_along(view, plan, i), BLOCK))
             if own.window == SHARD and not by_xla
             else Rows()
             for i, own in enumerate(plan.preprocessing)
@@ -387,9 +388,9 @@ def _is_shared(target: Target, avals: Sequence[Any], plan: Plan) -> bool:
 def _rule(
     operands: Sequence[Any], results: Sequence[Any], plan: Plan, rows: Sequence[Rows]
 ) -> Rule:
-    """All arrays are split alike, along what the partitioner may split of a view.
+    """The rule that splits all arrays alike, along the dimensions of a view that may be split.
 
-    A source says which dimensions of its operands are split like those of the floats' view.
+    A source says which dimensions of its operands are split like the floats' view.
     """
     x, source = _floats(operands, plan), plan.source.split
     shared = tuple(f"d{i}" for i in range(plan.view.batch(x.ndim)))
@@ -567,14 +568,14 @@ def quantize(operands: Sequence[jax.Array], plan: Plan) -> list[jax.Array]:
     """Binds `quantize_p`, all operands varying over the same manual axes.
 
     Args:
-      operands: the view of the floats and those of the plan's `given_data`; or what the
-        `arranged` of its source gives.
+      operands: the views of the floats and of the plan's `given_data`; or the results of `arranged`
+        of its source.
       plan: the call.
 
     Returns:
-      Views of each result's values and scales, by the name `CHECKPOINT_NAME`, or one of the floats
-      that they stand for, if the result's preprocessing says `dequantized`; then the results of
-      the source.
+      Views of each result's values and scales, by the name `CHECKPOINT_NAME`; if the result's
+      preprocessing says `dequantized`, a view of the dequantized floats instead. The results of the
+      source follow.
     """
     operands = vary_alike(*operands) if len(operands) > 1 else operands
     if takes_amaxes(plan):

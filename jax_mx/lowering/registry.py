@@ -1,4 +1,4 @@
-"""Which implementation serves a call: a table of implementations, and what each says of a plan.
+"""The table of implementations; each says whether it serves a plan.
 
 An implementation is a row of `IMPLEMENTATIONS`. A platform may have several, in the order in which
 they are preferred; "xla" comes last and serves everything everywhere.
@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax_mx.facts import chips as chip_table
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.product_kernels import PRODUCT_ARCHS, PRODUCTS, Binary, ProductKernel, archs_of
 from jax_mx.facts.sources import X
 from jax_mx.facts.variants import Variant, exists, layouts_of, takes_zero_scale, variants
-from jax_mx.lowering import store
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch import store
 from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
 
 
@@ -27,8 +27,8 @@ class Refusal:
     Attributes:
       call: the name of the op, and of its form.
       why: the implementation does not serve it.
-      advice: what may be done about it: to install something, say.
-      instead: what serves it.
+      advice: the remedy: to install something, say.
+      instead: the implementation that serves it.
     """
 
     call: str
@@ -42,16 +42,17 @@ class Refusal:
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """What one implementation says of one plan.
+    """The answer of one implementation for one plan.
 
     Attributes:
-      implementation: its name.
-      kernels: the kernels that serve the plan: one, or one per result; none of "xla".
-      via_transpose: whether XLA transposes what these kernels read, and back what they give.
+      implementation: the name.
+      kernels: the kernels that serve the plan: one, or one per result; none for "xla".
+      via_transpose: whether XLA transposes the kernels' operands, and their results back.
       via_floats: whether XLA makes the floats that these kernels read, of rows or by an activation.
-      via_codes: whether these kernels make codes, and others floats of them.
+      via_codes: whether these kernels make codes, from which others make floats.
       never_fused: whether no kernel of the implementation makes such floats, in any form.
-      refusal: why it does not serve the plan, and what does; None where it serves it.
+      refusal: the reason why it does not serve the plan, and the implementation that does; else
+        None.
     """
 
     implementation: str
@@ -95,7 +96,7 @@ class Implementation:
     """One way to compute ops.
 
     Attributes:
-      name: what callers know it by.
+      name: the name for callers.
       platform: JAX's name of the platform that it runs on, or "any".
       support: says whether it serves a plan on chips, which are as drivers name them. No chips at
         all: whether it could on some.
@@ -112,14 +113,14 @@ def candidates(
     chips: Sequence[str],
     table: Mapping[str, Implementation] | None = None,
 ) -> list[Support]:
-    """What each implementation that could run a plan says of it, the preferred one first.
+    """The answers of all implementations that could run a plan, the preferred one first.
 
     Args:
-      plan: the call, a `Plan` or what else the table is for. Where it names an implementation, only
-        that one is asked.
+      plan: the call, a `Plan` or another type that the table is for. If it names an implementation,
+        only that one answers.
       platform: JAX's name of it.
-      chips: those that the program is for, as drivers name them.
-      table: of implementations; None for those of the ops on views.
+      chips: the program's chips, as drivers name them.
+      table: of implementations; None for the table of the ops on views.
     """
     table = IMPLEMENTATIONS if table is None else table
     if plan.implementation is not None:
@@ -140,7 +141,7 @@ def chosen(plan: AnyPlan, platform: str, chips: Sequence[str]) -> Support:
 
 
 def missing(promised: Support, call: str, chips: Sequence[str], instead: Support) -> Refusal:
-    """What this installation lacks of a support that the tables promise; `instead` serves."""
+    """The kernel that the tables promise and this installation lacks; `instead` serves."""
     for kernel in promised.kernels:
         for arch in filter(None, map(chip_table.arch_of, chips)):
             if advice := store.obstacle(kernel, arch):
@@ -177,7 +178,7 @@ _asks_store: contextvars.ContextVar[bool] = contextvars.ContextVar("asks_store",
 
 @contextlib.contextmanager
 def by_tables() -> Iterator[None]:
-    """Within it all count as installed: what serves follows from facts, alike in all processes."""
+    """Within it all kernels count as installed: facts alone decide, alike in all processes."""
     token = _asks_store.set(False)
     try:
         yield
@@ -243,12 +244,21 @@ def _one_kernel(dsl: str, plan: AnyPlan, chips: Sequence[str]) -> Support:
     for chip in chips:
         arch = chip_table.arch_of(chip)
         assert arch is not None  # `known` has it
-        if arch not in archs_of(variant):
-            why = f"{dsl} has no kernel {variant.name} for {chip}: its registers do not hold a tile"
+        if lacks := _lacks(plan, variant, arch):
+            why = f"{dsl} has no kernel {variant.name} for {chip}{lacks}"
             return _refused(dsl, plan.name, why)
         if _asks_store.get() and (advice := store.obstacle(variant, arch)):
             return _refused(dsl, plan.name, store.lacking(variant, arch), advice)
     return Support(dsl, (variant,))
+
+
+def _lacks(plan: AnyPlan, variant: Binary, arch: str) -> str:
+    """The end of a sentence on why an arch has no kernel; empty where it has one."""
+    if arch not in archs_of(variant):
+        return ": its registers do not hold a tile"
+    if isinstance(variant, Variant) and plan.launch not in layouts_of(variant, arch):
+        return f" and scale_layout {plan.launch}"
+    return ""
 
 
 def _refused(dsl: str, call: str, why: str, advice: str = "") -> Support:
@@ -288,12 +298,12 @@ def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
 
 
 def _lack(plan: Plan, variant: Variant, zero_scales: list[set[int]], asked: str) -> str:
-    """For what of a plan there is no kernel, and for what there are some.
+    """The words for the part of a plan without kernels, and for the parts with kernels.
 
     Args:
       plan: the call.
       variant: that it asks for.
-      zero_scales: those that kernels of each format have.
+      zero_scales: the scales of zero blocks that kernels of each format have.
       asked: its preprocessing, in words.
     """
     of_kind = [*variants(variant.implementation, variant.op, variant.source, variant.kinds)]

@@ -1,1 +1,1 @@
-"""The public operations: what a caller may ask for, checked and brought to a plan."""
+"""The public operations: they check a caller's arguments and make a plan of them."""

@@ -17,7 +17,7 @@ from jax_mx.facts.activations import ACTIVATIONS, Activation
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.product_kernels import ACTIVE_SOURCES
 from jax_mx.facts.sources import Source
-from jax_mx.lowering.primitive import derived
+from jax_mx.lowering.derivatives import derived
 from jax_mx.lowering.products import made_with_amaxes
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.preprocessing import Value
@@ -51,18 +51,19 @@ class Of:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gated(Value):
-    """What is quantized is `gated(x, name, ...)`, or its gradient, without the array in between.
+    """An activation for `quantize`, which then quantizes `gated(x, name, ...)` or its gradient.
 
-    A pytree; weights, up and gradient are data.
+    A kernel never writes the floats in between. A pytree; weights, up and gradient are data.
 
     Attributes:
-      name: see `gated`; so are the others.
-      weights: float32, by which rows are multiplied, or None; beside `rows` of `quantize`, one for
-        each row of the result.
-      up: an array of its own, or None.
-      interleaved: whether gates and ups lie by turns.
-      gradient: (..., K) of x's dtype, the gradient of what `gated` gives; or None. With it, what is
-        quantized is the gradient of x (..., 2 K) that `gated`'s derivative makes of it.
+      name: of the activation, see `gated`.
+      weights: float32, the factors of rows, or None. With `rows` of `quantize`, each row of the
+        result has one.
+      up: the ups, where x has the gates alone; or None.
+      interleaved: whether gates and ups alternate along the last axis.
+      gradient: (..., K) of x's dtype, the gradient of the result of `gated`; or None. With it,
+        `quantize` quantizes the gradient of x, (..., 2 K), which the derivative of `gated`
+        computes.
     """
 
     name: str = "swiglu"
@@ -93,10 +94,10 @@ class Gated(Value):
         return ACTIVATIONS[self.name].has_gate
 
     def checked(self, op: str, x: Any) -> Gated:
-        """The same with an array of JAX as up, if x and up fit.
+        """The activation with `up` as an array of JAX.
 
         Raises:
-          TypeError, ValueError: they do not.
+          TypeError, ValueError: x and up do not fit each other.
         """
         own = self
         if self.up is not None:
@@ -105,13 +106,13 @@ class Gated(Value):
         return own
 
     def of(self, op: str, x: jax.Array, floats: bool = False, sums: bool = False) -> Of | None:
-        """What makes the floats of an x that fits, as kernels know it; None: no kernel does.
+        """The source of the floats of x, as kernels know it; None: no kernel computes them.
 
         Args:
           op: for messages.
           x: gates and ups.
-          floats: whether the floats come out beside codes.
-          sums: whether sums of a gradient's columns do.
+          floats: whether the caller also wants the floats.
+          sums: whether the caller also wants sums of a gradient's columns.
 
         Raises:
           TypeError, ValueError: weights or the gradient do not fit.
@@ -134,7 +135,7 @@ class Gated(Value):
         return reference.halves(x, self.name, self.interleaved)
 
     def gates_of(self, op: str, x: Any) -> jax.ShapeDtypeStruct:
-        """What has the shape and the dtype of an x's gates, which are those of the result.
+        """The shape and the dtype of the gates of x; the result has the same.
 
         Raises:
           TypeError, ValueError: x and up do not fit.
@@ -157,7 +158,7 @@ class Gated(Value):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def dy_of(self, op: str, gates: Any) -> jax.Array:
-        """The gradient of what these gates give.
+        """The gradient of the result for these gates.
 
         Raises:
           TypeError, ValueError: it has another dtype or shape.
@@ -215,7 +216,7 @@ def weights_of(op: str, gates: Any, weights: Any) -> jax.Array:
     """The weights of rows, checked; ones where there are none.
 
     Raises:
-      TypeError, ValueError: they are not those of these gates.
+      TypeError, ValueError: their dtype is not float32, or the gates have another number of rows.
     """
     shape = tuple(gates.shape[:-1])
     if weights is None:

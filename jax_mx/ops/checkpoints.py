@@ -1,7 +1,8 @@
-"""Checkpoints of MXArrays: what comes back is what went in, or an error says what differs.
+"""Checkpoints of MXArrays: a load returns the saved bytes, or an error says how they differ.
 
-Checkpoints keep arrays by name. Key paths call the scales of an MXArray by all that is static of it
-(metadata.py), so Orbax refuses to restore one into a target of another format, axis or layout.
+Checkpoints keep arrays by name. The key path of an MXArray's scales names all its static fields
+(metadata.py). Orbax therefore refuses to restore it into a target of another format, axis or
+layout.
 """
 
 import importlib.abc
@@ -23,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from jax_mx.arrays.checks import has_elements, shown
-from jax_mx.facts import files
+from jax_mx.launch import files
 from jax_mx.ops import metadata
 from jax_mx.ops.mxarray import MXArray
 
@@ -32,7 +33,7 @@ _ARRAYS = {"values", "scales"}
 
 
 def from_checkpoint(tree: Tree) -> Tree:
-    """Makes MXArrays of what a checkpoint gives that is restored without a target.
+    """Makes MXArrays of the dictionaries in a checkpoint that was restored without a target.
 
     Without a target Orbax, and flax's `msgpack_restore`, give a dictionary for each MXArray. Its
     keys hold the format, the axis and the layouts.
@@ -44,8 +45,8 @@ def from_checkpoint(tree: Tree) -> Tree:
       The same tree, with an `MXArray` for each such dictionary.
 
     Raises:
-      TypeError, ValueError: as for `MXArray.from_parts`, of a dictionary that describes an array of
-        other shapes or dtypes, or in words that this version does not know.
+      TypeError, ValueError: as for `MXArray.from_parts`; a dictionary describes other shapes or
+        dtypes than it has, or uses words that this version does not know.
     """
     if isinstance(tree, Mapping):
         found = _parts_of(tree)
@@ -97,27 +98,27 @@ def save_safetensors(
 ) -> None:
     """Writes arrays into a .safetensors file.
 
-    An MXArray called "w" becomes the tensors "w.values" and "w.scales", the bytes that it holds, as
-    U8, which all loaders of safetensors open. The file's metadata say under "jax_mx", in JSON, what
-    the format, the axis and the layouts of each are.
-    Arrays come to the host one at a time, by a copy on their devices.
+    An MXArray called "w" becomes the tensors "w.values" and "w.scales". They have its bytes as U8,
+    which all loaders of safetensors open. The file's metadata have the format, the axis and the
+    layouts of each under "jax_mx", in JSON. Arrays come to the host one at a time, by a copy on
+    their devices.
 
         save_safetensors({"w": quantize(w), "step": 7}, "model.safetensors")
 
     Args:
-      tensors: by name; MXArrays and other arrays; numbers and lists as JAX makes arrays of them.
-      path: of the file. One that exists is replaced, of a link the file that it leads to, and keeps
-        its permissions.
+      tensors: MXArrays and other arrays by name; numbers and lists become arrays as in JAX.
+      path: of the file. An existing file is replaced and keeps its permissions; a link leads to the
+        file that is replaced.
       notes: further metadata, strings; not under "jax_mx".
 
     Raises:
       FileNotFoundError: there is no such folder.
-      OSError: the disk takes no such file; an old one is as it was.
-      TypeError: no dictionary of arrays by name, or arrays of a dtype that files do not have, or an
-        odd number of float4 elements.
-      ValueError: an array lies on devices of several processes;
-        two tensors, or notes and what is written besides, would have one name; a name is
-        no Unicode text; or the path is that of something else than a file.
+      OSError: the disk refuses the file; an old one is as it was.
+      TypeError: tensors is no dictionary of arrays by name, an array has a dtype that files lack,
+        or an odd number of float4 elements.
+      ValueError: an array lies on devices of several processes. Two tensors, or two of the notes,
+        would have one name. A name is no Unicode text. The path leads to something else than a
+        file.
     """
     op = "save_safetensors"
     if not isinstance(tensors, Mapping) or not all(isinstance(name, str) for name in tensors):
@@ -149,11 +150,11 @@ def save_safetensors(
 
 
 def _replace(op: str, target: Path, content: Iterable[bytes | memoryview]) -> None:
-    """Writes a file in place of the one that there may be, whose permissions it keeps.
+    """Writes a file. It replaces an older file and keeps its permissions.
 
     Raises:
-      OSError: it cannot be written.
-      ValueError: what is there is no file.
+      OSError: the file cannot be written.
+      ValueError: the path exists and is no file.
     """
     there = target.stat() if target.exists() else None
     if there is not None and not stat.S_ISREG(there.st_mode):
@@ -169,7 +170,7 @@ def _content(
 ) -> Iterator[bytes | memoryview]:
     """A file's header, then its arrays, one at a time; wide elements come first, so all align.
 
-    Those that are plain are U8: safetensors' loaders for NumPy and flax have no floats of 8 bits.
+    Plain arrays are U8: safetensors' loaders for NumPy and flax have no floats of 8 bits.
     """
     header: dict[str, Any] = {"__metadata__": texts}
     names, end = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name)), 0
@@ -202,7 +203,7 @@ def _bytes_of(array: np.ndarray | jax.Array) -> np.ndarray:
 
 
 def _tensors_of(name: str, array: Any) -> dict[str, Any]:
-    """What an array is in a file: tensors by name, two of an MXArray."""
+    """The tensors, by name, that a file has for an array: two for an MXArray."""
     if isinstance(array, MXArray):
         return {f"{name}.{part}": getattr(array, part) for part in ("values", "scales")}
     return {name: array}
@@ -301,10 +302,9 @@ def load_safetensors(
     """Reads what `save_safetensors` wrote.
 
     Args:
-      path: of the file. Of one that others wrote, every tensor is an array.
-      like: what is expected, by name: arrays, MXArrays, or what jax.eval_shape gives of them. Where
-        one is placed, with a sharding say, what is loaded is placed so. None: whatever the file
-        holds.
+      path: of the file. In a file of another writer, every tensor is an array.
+      like: the expected arrays and MXArrays by name, or their shapes from jax.eval_shape. A loaded
+        array takes the sharding of its expected one. None: any file is accepted.
 
     Returns:
       Arrays of JAX and MXArrays, by name. Where `like` places nothing, they are where JAX puts new
@@ -314,10 +314,10 @@ def load_safetensors(
       ModuleNotFoundError: safetensors is not installed.
       FileNotFoundError: there is no such file.
       TypeError: like is no dictionary of arrays.
-      ValueError: this is a folder; the file's metadata are damaged, or describe an array that is
-        not in it, or is another, or beside one of its name; a tensor
-        has a dtype that JAX does not have (float64 and int64 want jax_enable_x64); or what is there
-        is not what is expected: names, shapes, dtypes, the format, axis or layouts of an MXArray.
+      ValueError: the path is a folder. The file's metadata are damaged, or describe an array that
+        the file lacks, holds twice, or holds with other shapes. A tensor has a dtype that JAX does
+        not have (float64 and int64 want jax_enable_x64). A name, shape, dtype, format, axis or
+        layout differs from `like`.
     """
     op = "load_safetensors"
     if like is not None and not isinstance(like, Mapping):
@@ -399,10 +399,10 @@ def descriptions_in(op: str, texts: Mapping[str, str]) -> dict[str, dict[str, An
 def header_of(
     op: str, path: str | os.PathLike
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]], int]:
-    """What a .safetensors file says of itself: metadata, tensors by name, where their bytes begin.
+    """The header of a .safetensors file: metadata, tensors by name, where their bytes begin.
 
-    A tensor has a "dtype", in safetensors' words, a "shape", and "data_offsets": from where to
-    where its bytes lie behind that place.
+    A tensor has a "dtype", in safetensors' words, a "shape", and "data_offsets": where its bytes
+    begin and end, counted from the end of the header.
 
     Raises:
       ModuleNotFoundError: safetensors, which checks the header, is not installed.
@@ -491,7 +491,7 @@ _FLAX = "flax.serialization"
 
 
 def _to_state_dict(q: MXArray) -> dict[str, Any]:
-    """What flax writes of an MXArray: bytes, as not every msgpack of flax knows small floats."""
+    """The state that flax writes: bytes, as not every msgpack of flax knows small floats."""
     arrays = {name: np.asarray(getattr(q, name)).view(np.uint8) for name in ("values", "scales")}
     return arrays | metadata.described(metadata.fields_of(q))
 

@@ -3,9 +3,9 @@
 Codes and scales move as uint8. As the floats that they are, XLA may move them in wider types: a
 CPU moves e4m3 as float16 and e8m0 as float32, where 2^-127 becomes NaN.
 
-They are two arrays, and so two collectives. One buffer of both, chunks of rows that are quantized
-while others move, and XLA's group of collectives (`_collectives_group`) were slower, or no faster
-than they vary between runs (two H100s and two H200s, November 2026).
+They are two arrays, and so two collectives. Three other ways were no faster on two H100s and two
+H200s (November 2026): one buffer of both, chunks of rows that are quantized while others move, and
+XLA's group of collectives (`_collectives_group`).
 """
 
 import dataclasses
@@ -46,17 +46,18 @@ def all_gather(
       q: a shard's array, in shard_map.
       axis_name: the mesh axis, or several.
       axis_index_groups: as for jax.lax.all_gather.
-      axis: where the new axis lies in the result; with `tiled`, along which one arrays are joined.
-      tiled: whether arrays are joined along `axis`, not put beside each other.
+      axis: the new axis of the result; with `tiled`, the axis along which arrays are joined.
+      tiled: whether arrays are joined along `axis`, instead of along a new axis.
 
     Returns:
-      An `MXArray` in q's layouts: the bytes that the gathered floats are quantized to, if shards
-      hold whole blocks and windows. Its window is q's where joined parts hold whole ones, else 32.
+      An `MXArray` in q's layouts. Quantizing the gathered floats gives the same bytes, if shards
+      hold whole blocks and windows. Its window is q's where joined parts hold whole windows, else
+      32.
 
     Raises:
       TypeError: q is no `MXArray` (jax.lax.all_gather gathers others), or axis no int.
-      ValueError: axis is out of range, parts would be joined inside of a tile, or the new axis
-        would lie among those that tiles or square blocks span.
+      ValueError: axis is out of range, or parts would be joined inside a tile. The new axis would
+        lie among the axes that tiles or square blocks span.
     """
     op = "all_gather"
     q = _own(op, q)
@@ -91,10 +92,10 @@ def all_to_all(
         number of shards, and the result does not have it.
       concat_axis: the axis that parts are joined along; without `tiled` the new one.
       axis_index_groups: as for jax.lax.all_to_all.
-      tiled: whether parts are joined along an axis that is there.
+      tiled: whether parts are joined along an axis that exists.
 
     Returns:
-      An `MXArray` in q's layouts, of a window as `all_gather` has it.
+      An `MXArray` in q's layouts; its window follows the rule of `all_gather`.
 
     Raises:
       TypeError: q is no `MXArray` (jax.lax.all_to_all moves others), or an axis no int.
@@ -170,8 +171,8 @@ def _moved(
     Args:
       q: the array.
       move: of bytes.
-      places: what else it takes of the array of each name.
-      fields: static ones that differ in the result.
+      places: further arguments of `move` for the array of each name.
+      fields: static fields that differ in the result.
     """
     arrays: dict[str, Any] = {
         name: as_bits(getattr(q, name), partial(move, **at)) for name, at in places.items()
@@ -180,7 +181,7 @@ def _moved(
 
 
 def as_bits(x: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """What `move` makes of an array while its elements are unsigned integers."""
+    """Moves an array by `move` with its elements as unsigned integers, and gives its dtype back."""
     bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
     moved = move(jax.lax.bitcast_convert_type(x, bits))
     return jax.lax.bitcast_convert_type(moved, x.dtype)
@@ -219,7 +220,7 @@ def _order(q: MXArray) -> tuple[int, ...]:
 
 
 def _stored(q: MXArray, axis: int) -> dict[str, int]:
-    """Which dimension of values and of scales an axis, negative, is."""
+    """The dimensions of values and of scales that belong to an axis, which is negative."""
     at = {}
     for name, layout in (("values", q.value_layout), ("scales", q.scale_layout)):
         place = _order(q).index(axis) - q.ndim - 1 if layout.is_tiled else axis
@@ -228,14 +229,14 @@ def _stored(q: MXArray, axis: int) -> dict[str, int]:
 
 
 def _inserted(op: str, q: MXArray, new: int, ndim: int, axis: int | None = None) -> dict[str, int]:
-    """Which dimension of values and scales a new axis is.
+    """The dimensions of values and scales at which a new axis is inserted.
 
     Args:
       op: for messages.
       q: the array.
       new: the axis, negative, in the result.
       ndim: of the result.
-      axis: the block axis of what it is put into; None: q's.
+      axis: the block axis of the result; None: q's.
 
     Raises:
       ValueError: it would lie among those that tiles or square blocks span.
@@ -310,16 +311,17 @@ def reshard(q: MXArray, spec: PartitionSpec | NamedSharding) -> MXArray:
 
     Args:
       q: any.
-      spec: what each of q's axes is split over: a PartitionSpec of the mesh that
-        jax.set_mesh has set, or a NamedSharding. Values and scales follow.
+      spec: the mesh axes that split each of q's axes: a PartitionSpec of the mesh that jax.set_mesh
+        has set, or a NamedSharding. Values and scales follow.
 
     Returns:
-      The same `MXArray`. Where shards lie otherwise than q's, XLA moves codes and scales, as uint8.
+      The same `MXArray`. XLA moves codes and scales, as uint8, to shards that lie elsewhere than
+      q's.
 
     Raises:
       TypeError: q is no `MXArray`, or spec of another type.
-      ValueError: there is no mesh, spec has more entries than q axes or names an axis that
-        shard_map has taken, or shards would cut blocks or tiles.
+      ValueError: there is no mesh, spec has more entries than q axes, or it names an axis that
+        shard_map has taken. Shards would cut blocks or tiles.
     """
     op = "reshard"
     q = checked(op, "q", q)

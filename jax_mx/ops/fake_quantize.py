@@ -15,8 +15,8 @@ from jax_mx.arrays.views import Viewed
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.facts.windows import Window
+from jax_mx.lowering.derivatives import derived
 from jax_mx.lowering.plan import Plan
-from jax_mx.lowering.primitive import derived
 from jax_mx.ops.mxarray import dequantized
 from jax_mx.ops.placing import require_kernel
 from jax_mx.ops.planning import Options, planned
@@ -46,12 +46,12 @@ def fake_quantize(
     window: Window = BLOCK,
     implementation: str | None = None,
 ) -> jax.Array:
-    """What x is after quantizing, with a derivative: for quantization-aware training.
+    """Quantizes x and dequantizes the codes, with a derivative: for quantization-aware training.
 
     The derivative is straight-through: tangents and cotangents pass as if this were the identity.
 
     Args:
-      x: see `quantize`; so are format, axis, scaling, block, zero_scale and implementation.
+      x: see `quantize`.
       format: see `quantize`.
       axis: see `quantize`.
       scaling: see `quantize`.
@@ -62,16 +62,16 @@ def fake_quantize(
       clip: whether the derivative is 0 where x saturates: where its magnitude exceeds `format.max`
         times its block's scale. `floor` saturates the tops of blocks, `even` some of them, `ceil`
         and `rceil` nothing (but for one subnormal amax). A block that holds a NaN or an infinity is
-        NaN as a whole and saturates nowhere, so that its gradient shows it. With a transform, what
-        saturates is a rotated element: a tangent is rotated, made 0 there, and rotated back.
+        NaN as a whole and saturates nowhere, so that its gradient shows it. With a transform, a
+        rotated element saturates: a tangent is rotated, made 0 there, and rotated back.
       window: see `quantize`.
       implementation: see `quantize`.
 
     Returns:
-      `quantize(x, ...).dequantize(x.dtype)`: of x's shape, dtype and sharding. With preprocessing
-      it is undone in float32, and rounded to x's dtype at the end: y = q.dequantize(jnp.float32),
-      divided by the prescale, then `jax_mx.hadamard(y, size)` times the signs, as +-1. A NaN has
-      all bits set but the sign.
+      `quantize(x, ...).dequantize(x.dtype)`, with x's shape, dtype and sharding. Preprocessing is
+      undone in float32: y = q.dequantize(jnp.float32), divided by the prescale, then
+      `jax_mx.hadamard(y, size)` times the signs, as +-1. The result is rounded to x's dtype at the
+      end. A NaN has all bits set but the sign.
 
     Raises:
       TypeError, ValueError, NotImplementedError, ShardingTypeError: as for `quantize`.
@@ -154,7 +154,7 @@ def _straight_through(x: jax.Array, y: jax.Array, saturated: jax.Array | None) -
 
 
 def _inverse(plan: Plan) -> Plan:
-    """The plan that dequantizes what this one quantizes, into what is left to be done to it."""
+    """The plan that dequantizes the codes: to float32 where preprocessing must be undone."""
     (own,) = plan.preprocessing
     plain = dataclasses.replace(own, window=BLOCK) == NO_PREPROCESSING
     dtype = plan.dtype if plain else np.dtype(np.float32)

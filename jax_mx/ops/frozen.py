@@ -30,7 +30,7 @@ def partition(tree: Any) -> tuple[Any, Any]:
 
 
 def combine(trained: Any, frozen: Any) -> Any:
-    """The inverse of `partition`: what is None in the one tree comes from the other.
+    """The inverse of `partition`: a leaf that is None in one tree comes from the other.
 
     Raises:
       ValueError: the trees are no parts of one.

@@ -12,11 +12,12 @@ from jax_mx.ops.quantize import quantizer_of
 
 
 class Activated(NamedTuple):
-    """What `gated` gives beside a format; None for floats that were not asked for.
+    """The result of `gated` with a format.
 
     Attributes:
-      floats: (..., K), of gate_up's dtype; a NaN has the bits that `MXArray.dequantize` gives it.
-      quantized: an `MXArray`; or a pair, as `quantize_both` gives it.
+      floats: (..., K), of gate_up's dtype, or None without `floats=True`. A NaN has the bits that
+        `MXArray.dequantize` gives it.
+      quantized: an `MXArray`; with `both`, a pair, as `quantize_both` gives it.
     """
 
     floats: jax.Array | None
@@ -64,44 +65,47 @@ def gated(
     floats: bool | None = None,
     **options: Any,
 ) -> jax.Array | Activated:
-    """act(gate) * up * weight, what an MLP has between its products; quantized, too.
+    """act(gate) * up * weight, as an MLP computes between its products; a format quantizes it.
 
-    Computed in float32 and rounded to gate_up's dtype at the end; a zero of its sign stands for
-    each subnormal of float32. From bfloat16 every implementation gives the same bits: act(gate) is
-    rounded to 9 bits before it is multiplied; so act(gate) itself is within 0.79 units in the last
-    place of bfloat16, and a product within 1.07. From float16 and float32 act(gate) is within 0.51
-    units of float32, computed in float64, and has the same bits everywhere but for TPUs and exact
-    gelu; gate_up.astype(jnp.float32) has that of any array.
-    Differentiable to gate_up, up and weights, in float32. From bfloat16 the gradients of gates and
-    ups are as defined: the slope of act is rounded to 8 bits, within 0.58 units in the last place
-    of bfloat16, act to 9 as above, and products are rounded to bfloat16 at the end.
+    The arithmetic is float32, and the result is rounded to gate_up's dtype at the end. A zero of
+    its sign stands for each subnormal of float32. From bfloat16 every implementation gives the same
+    bits: act(gate) is rounded to 9 bits before it is multiplied. So act(gate) itself is within 0.79
+    units in the last place of bfloat16, and a product within 1.07. From float16 and float32
+    act(gate) is computed in float64 and is within 0.51 units of float32. Its bits are the same
+    everywhere but for TPUs and exact gelu; gate_up.astype(jnp.float32) gives any array these bits.
+
+    The function is differentiable to gate_up, up and weights, in float32. From bfloat16 the bits of
+    the gradients of gates and ups are defined. The slope of act is rounded to 8 bits, within 0.58
+    units in the last place of bfloat16, and act to 9 as above. Products are rounded to bfloat16 at
+    the end.
 
     Args:
-      gate_up: bfloat16, float16 or float32 (..., 2 K): all gates, then all ups; of an activation
-        without a gate, and beside `up`, (..., K).
-      activation: with a gate "swiglu" (silu(gate) up), "geglu" (gelu(gate) up, by tanh),
-        "geglu_erf" (exact), "reglu" (relu(gate) up), "reglu2" (relu(gate)^2 up), "bilinear"
-        (gate up), or "gpt_oss" (gate cut off above 7, up beyond -7 and 7; gate sigmoid(1.702 gate)
-        (up + 1)); without "silu", "gelu", "gelu_erf", "relu", "relu2" or "identity".
-      weights: float32 (...,), by which rows are multiplied, as a router has them; or None.
-      up: the ups, where gate_up has the gates alone; of its dtype and shape.
-      interleaved: whether gates and ups lie by turns along the last axis.
-      format: what the result is quantized to, see `quantize`; None: not. NVIDIA's kernels
-        make and quantize "swiglu" and "gpt_oss" of one array, as a `Gated` does; the floats as well
-        from bfloat16 to mxfp8_e4m3 and MXFP4. Else XLA makes these before.
-      both: whether it is quantized along the last axis and along the one before, by
-        `quantize_both`; else along the last one.
-      floats: whether floats are given beside a format; they have a derivative, codes have none.
-      options: of `quantize` or `quantize_both`, beside the format and an activation; `rows` are
-        those of the result.
+      gate_up: bfloat16, float16 or float32 (..., 2 K): all gates, then all ups. For an activation
+        without a gate, and with `up`, it is (..., K).
+      activation: "swiglu" is silu(gate) up, "geglu" gelu(gate) up by tanh, "geglu_erf" the exact
+        gelu(gate) up. "reglu" is relu(gate) up, "reglu2" relu(gate)^2 up, "bilinear" gate up.
+        "gpt_oss" cuts the gate off above 7, and up beyond -7 and 7: gate sigmoid(1.702 gate) (up +
+        1). Names without a gate are "silu", "gelu", "gelu_erf", "relu", "relu2" and "identity".
+      weights: float32 (...,), the factors of rows, as a router computes them; or None.
+      up: the ups, where gate_up has the gates alone; its dtype and shape are gate_up's.
+      interleaved: whether gates and ups alternate along the last axis.
+      format: of the quantized result, see `quantize`; None: the result is floats. NVIDIA's kernels
+        compute and quantize "swiglu" and "gpt_oss" of one array, as a `Gated` does. From bfloat16
+        to mxfp8_e4m3 and MXFP4 they also write the floats. In other cases XLA computes these first.
+      both: whether `quantize_both` quantizes the result along its last two axes; otherwise
+        `quantize` does along the last one.
+      floats: whether a call with a format also returns the floats; they have a derivative, codes
+        have none.
+      options: other keywords of `quantize` or `quantize_both`; `activation` is none of them, and
+        `rows` picks rows of the result.
 
     Returns:
       (..., K), of gate_up's dtype; with a format, an `Activated`.
 
     Raises:
-      TypeError, ValueError: another dtype, an odd length, an unknown name, arrays that do not fit,
-        options without a format.
-      NotImplementedError: a second derivative to gates or ups is asked for; or one of codes.
+      TypeError, ValueError: another dtype, an odd length, an unknown name, arrays that do not fit
+        each other, options without a format.
+      NotImplementedError: a caller takes a second derivative to gates or ups, or one of codes.
     """
     op = "gated"
     row_of(op, activation)

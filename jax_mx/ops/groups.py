@@ -1,4 +1,4 @@
-"""`Groups`: which slot of a grouped array holds which token."""
+"""`Groups`: the slots of a grouped array, and the tokens that they hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 from jax_mx.arrays.checks import has_elements, held, is_symbolic, shown, whole
 from jax_mx.arrays.sharding import is_explicit, resharded
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering.primitive import vary_alike
+from jax_mx.launch.private import vary_alike
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.reference.ragged import clamped, owners
 
@@ -30,21 +30,20 @@ class Groups:
     """Tokens sorted by expert, on the device, in arrays whose shapes do not depend on the routing.
 
     A grouped array has R slots. The slots of expert g are `starts[g]` to `starts[g] + sizes[g]`;
-    the first `counts[g]` of them hold its tokens, in the order of the tokens; the others are
-    padding, and so are the slots behind the last group's.
-    Every size, and so every start, is a multiple of `align`. A pytree; `align` is static. On a mesh
-    with explicit axes all of it is whole on each device, and so must be what is looked up in it.
-    Where jax.vmap made several, map the methods over them, too; `experts` and `num_experts` also
-    take all of them.
+    the first `counts[g]` of them hold its tokens, in the order of the tokens. All other slots are
+    padding. Every size, and therefore every start, is a multiple of `align`. A pytree; `align` is
+    static. On a mesh with explicit axes each device holds all of it, and needs all of an array that
+    is looked up in it. Under jax.vmap, map the methods as well; `experts` and `num_experts` also
+    take a whole batch of Groups.
 
     Attributes:
       rows: int32 (R,), the token in each slot; -1: none.
-      sizes: int32 (G,), how many slots each group has: what grouped products take.
-      starts: int32 (G,), the first of them.
-      counts: int32 (G,), how many tokens each group has.
+      sizes: int32 (G,), the number of slots of each group, as grouped products take it.
+      starts: int32 (G,), the first slot of each group.
+      counts: int32 (G,), the number of tokens of each group.
       slots: int32 (T, k), the slot of each token's choices; -1: the choice named no expert.
-      dropped: int32 (), how many choices named no expert.
-      align: what every size is a multiple of.
+      dropped: int32 (), the number of choices that named no expert.
+      align: the divisor of every size.
     """
 
     rows: jax.Array
@@ -66,18 +65,18 @@ class Groups:
     ) -> Groups:
         """Groups of tokens by the experts that a router chose.
 
-        Each choice's slot is its group's start, plus how many earlier choices name the same expert.
-        GPUs count those, which takes less time than sorting.
+        The slot of a choice is its group's start plus the number of earlier choices of the same
+        expert. GPUs count these, which takes less time than sorting.
 
         Args:
-          experts: integers (T, k) or (T,): the experts of each token; one that is below 0 or not
-            below `num_experts` is none: the choice gets no slot and is counted.
-          num_experts: G.
+          experts: integers (T, k) or (T,): the experts of each token. A number below 0, or not
+            below `num_experts`, names none: the choice gets no slot, and `dropped` counts it.
+          num_experts: G, the number of experts.
           align: every group begins at a multiple of it: 32 for blocks along tokens, 128 or 256 for
-            windows and tiled scales, 1 where nothing is quantized along tokens, or for
+            windows and tiled scales. 1 is for arrays that are not quantized along tokens, and for
             `ragged_dot`, which takes groups that begin anywhere.
-          most: how many choices name an expert at most, where a caller knows; None: all, T k. The
-            choices beyond get no slot.
+          most: the largest number of choices that name an expert, if a caller knows it; None: all,
+            T k. Further choices get no slot.
 
         Returns:
           Groups of R = most + min(G, most) (align - 1) slots, rounded up to a multiple of align,
@@ -107,9 +106,9 @@ class Groups:
         """Groups of rows that are sorted by group already, and begin anywhere.
 
         Args:
-          sizes: integers (G,), how many rows each group has; a negative one counts as 0, and of
-            more rows than there are, those beyond do not count.
-          rows: how many there are; those that no group has get no slot.
+          sizes: integers (G,), the number of rows of each group. A negative one counts as 0, and
+            rows beyond the last one do not count.
+          rows: the number of rows; a row without a group gets no slot.
           align: see `from_experts`.
 
         Returns:
@@ -133,7 +132,7 @@ class Groups:
 
     @property
     def num_experts(self) -> int:
-        """G."""
+        """The number of groups, G."""
         return self.sizes.shape[-1]
 
     @property
@@ -144,10 +143,10 @@ class Groups:
         return owners(ends, slot)
 
     def of_slots(self, choices: jax.Array) -> jax.Array:
-        """What each slot's choice has: (R,) of (T, k), zero where a slot holds nothing.
+        """The number of each slot's choice: (R,) from (T, k), zero where a slot holds nothing.
 
         Args:
-          choices: (T, k), one number a choice: a router's weights, say.
+          choices: (T, k), one number for each choice: a router's weights, say.
 
         Raises:
           ValueError: choices of another shape.
@@ -164,7 +163,7 @@ class Groups:
         return none.at[slots].set(choices, mode="drop", unique_indices=True)
 
     def of_choices(self, slots: jax.Array) -> jax.Array:
-        """What each choice's slot has: (T, k, ...) of (R, ...), zero where a choice has no slot.
+        """The row of each choice's slot: (T, k, ...) from (R, ...), zero for a choice without one.
 
         Args:
           slots: (R, ...), a row for each slot.
@@ -182,7 +181,7 @@ class Groups:
         return slots.at[self.slots].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
     def combined(self, slots: jax.Array) -> jax.Array:
-        """The sum of each token's choices, added up in float32: (T, ...) of (R, ...).
+        """The sum of each token's choices, added up in float32: (T, ...) from (R, ...).
 
         Args:
           slots: (R, ...), a row for each slot.
@@ -207,7 +206,7 @@ register_for_export(Groups)
 def integers(op: str, name: str, values: Any) -> jax.Array:
     """Integers of any type as int32.
 
-    What int32 does not hold becomes its largest number, or -1.
+    Wider integers are clipped to -1 and the largest int32.
 
     Raises:
       TypeError: they are no integers.
@@ -327,7 +326,7 @@ def ranks_by_sorting(flat: jax.Array, number: int) -> tuple[jax.Array, jax.Array
 
 
 def ranks_by_counting(flat: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
-    """See `_ranks`: those in the same chunk, plus those in earlier chunks."""
+    """See `_ranks`: the earlier ones in the same chunk, plus all in earlier chunks."""
     n = flat.shape[0]
     chunks = -(-n // _CHUNK)
     each = jnp.pad(flat, (0, chunks * _CHUNK - n), constant_values=number).reshape(chunks, _CHUNK)

@@ -1,6 +1,7 @@
-"""Parts and rearrangements of an MXArray: values and scales go together, or a sentence says why.
+"""Parts and rearrangements of an MXArray; an error explains what values and scales cannot follow.
 
-Of any layout. What cuts through tiles takes scales out of their tiles, and puts them into new ones.
+The array may have any layout. A cut through tiles takes scales out of their tiles, and puts them
+into new ones.
 """
 
 from __future__ import annotations
@@ -225,12 +226,12 @@ def _whole_blocks(op: str, q: MXArray, axis: int, entry: Any) -> slice:
 
 
 def _taken(entry: Any, length: Any) -> slice | None:
-    """What an entry takes of an axis: a slice of a start, a stop that is not before it, a step.
+    """The part of an axis that an entry takes, as a slice: start, a stop not before it, step.
 
     A stop at the axis' end is `length` itself.
 
     Returns:
-      None of no slice, of one of arrays, and where a symbolic length does not say what it takes.
+      None if the entry is no slice, has arrays in it, or depends on a symbolic length.
     """
     if not isinstance(entry, slice):
         return None

@@ -8,37 +8,38 @@ from jax_mx.ops.mxarray import MXArray, checked
 
 
 def concatenate(arrays: Sequence[MXArray], axis: int = 0) -> MXArray:
-    """Arrays one behind the other.
+    """Joins arrays one behind the other, as `jnp.concatenate` does.
 
     Args:
-      arrays: of one format, block axis (counted from the end) and layouts, and of one shape but for
-        the length of `axis`.
-      axis: any; blocks stay whole along each.
+      arrays: with equal formats, block axes (counted from the end) and layouts. Their shapes differ
+        at most in the length of `axis`.
+      axis: any axis; blocks stay whole.
 
     Returns:
-      An `MXArray` in the layouts of the arrays. Whole tiles are joined as they are; where an array
-      but the last ends inside of a tile, scales are taken out of their tiles and put into new ones.
+      An `MXArray` in the layouts of the arrays. Whole tiles are joined as they are. If an array
+      before the last one ends inside a tile, scales are taken out of their tiles and put into new
+      ones.
 
     Raises:
       TypeError: one is no `MXArray`.
-      ValueError: there are none, or they differ in what they must not.
+      ValueError: there are no arrays, or formats, axes, layouts or other lengths differ.
     """
     return _joined("concatenate", arrays, axis)
 
 
 def stack(arrays: Sequence[MXArray], axis: int = 0) -> MXArray:
-    """Arrays of one shape, beside each other along a new axis.
+    """Joins arrays of one shape along a new axis, as `jnp.stack` does.
 
     Args:
       arrays: of one shape, format, block axis and layouts.
-      axis: where the new axis lies in the result.
+      axis: the new axis of the result.
 
     Returns:
       An `MXArray` of one dimension more.
 
     Raises:
       TypeError: one is no `MXArray`.
-      ValueError: there are none, they differ, or square blocks would not span the last two axes.
+      ValueError: there are no arrays, they differ, or square blocks would leave the last two axes.
     """
     op = "stack"
     each = _alike(op, arrays)
@@ -56,9 +57,9 @@ def swapaxes(q: MXArray, axis1: int, axis2: int) -> MXArray:
     """The array with two axes swapped; blocks run along the same elements.
 
     Args:
-      q: what `quantize` returned.
-      axis1: an axis; of square blocks both or none are of the last two.
-      axis2: another.
+      q: an `MXArray`.
+      axis1: an axis; with square blocks both axes, or none, belong to the last two.
+      axis2: another axis.
 
     Returns:
       An `MXArray` in the layouts of q, whose `axis` follows its blocks: `q.mT` of one with axis -1

@@ -15,28 +15,28 @@ Blocks = tuple[jax.Array, jax.Array]  # (blocks, ..., rows, BLOCK) f32, (blocks,
 def mx_matmul_reference(a: MXArray, b: MXArray) -> jax.Array:
     """The product of a and b over their block axes, in float32 (OCP MX v1.0, section 6.2).
 
-    Each operand is contracted along the axis that its blocks run along, the last or the one before
-    it, so `axis` says which way it lies; one of square blocks along the last (or `expand` it).
-    Formats and layouts may differ. The elements of two blocks are multiplied and added in float32
-    (in which order, is XLA's choice), the sum is multiplied by both scales at once, and those of
-    the blocks are added one after another in float32. So nothing overflows or underflows but what
-    a block gives; where that is subnormal, XLA may flush it. A scale of 255 gives NaN. Made to
-    compare with, not to be fast.
+    The product contracts each operand along the axis of its blocks, the last one or the one before
+    it. An operand with square blocks is contracted along its last axis (or `expand` it). Formats
+    and layouts may differ. The elements of two blocks are multiplied and added in float32, in an
+    order that XLA chooses. Both scales multiply this sum at once. The sums of the blocks are added
+    one after another in float32. So only the result of a block can overflow or underflow, and XLA
+    may flush a subnormal one. A scale of 255 gives NaN. The function is for comparisons, not for
+    speed.
 
     Args:
-      a: of the shape (..., M, K) and axis -1, or (..., K, M) and axis -2.
-      b: of the shape (..., N, K) and axis -1, or (..., K, N) and axis -2. Leading dimensions are
-        broadcast as in `jnp.matmul`.
+      a: (..., M, K) with axis -1, or (..., K, M) with axis -2.
+      b: (..., N, K) with axis -1, or (..., K, N) with axis -2. Leading dimensions are broadcast as
+        in `jnp.matmul`.
 
     Returns:
-      float32 (..., M, N). On a mesh with explicit axes sharded by M and N as a and b are, by M
-      alone where they share a mesh axis; leading dimensions, K and split tiles are gathered before.
+      float32 (..., M, N). On a mesh with explicit axes M and N are split as in a and b, or M alone
+      where they share a mesh axis. Leading dimensions, K and split tiles are gathered before.
 
     Raises:
       TypeError: an operand is no `MXArray`, or its arrays have other dtypes than its format.
-      ValueError: an operand is no matrix or stack of them, its blocks run along another axis, its
-        scales' shape does not belong to its values' shape, or the two differ in K or cannot be
-        broadcast.
+      ValueError: an operand is no matrix or stack of matrices, or its blocks run along another
+        axis. The shapes of scales and values do not fit each other. The two operands differ in K or
+        cannot be broadcast.
     """
     op, sides = "mx_matmul_reference", []
     for name, q in (("a", a), ("b", b)):

@@ -1,4 +1,4 @@
-"""What of an MXArray is static: read from arguments, and written into files and programs.
+"""The static fields of an MXArray: read from arguments, and written into files and programs.
 
 A static field is a row of `FIELDS`. Exported programs, safetensors files, flax's state dicts and
 the names that checkpoints give to scales all take it from there.
@@ -36,9 +36,11 @@ class Field:
     """One static field of an MXArray.
 
     Attributes:
-      read: the field, from its name in a message and what a caller or a file gives.
-      text: what a file holds for it: a string, or an int or a list of ints.
-      default: what an array has that says nothing of it; None: each says it.
+      read: a function from the field's name in a message and a caller's or a file's value to the
+        field.
+      text: a function from the field to its value in a file: a string, an int or a list of ints.
+      default: the value of the field for a description that lacks it; None: every description has
+        it.
     """
 
     read: Callable[[str, Any], Any]
@@ -72,7 +74,7 @@ def described(fields: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def read(op: str, description: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `described`: static fields by name; those that are not said have defaults.
+    """The inverse of `described`: static fields by name; missing ones take their defaults.
 
     Raises:
       TypeError, ValueError: a field is missing, unknown, or no value of this version's.
@@ -110,7 +112,7 @@ _SCALES = "scales:"
 
 @functools.lru_cache
 def scales_name(fields: tuple[Any, ...]) -> str:
-    """What key paths call the scales of an array with these static fields.
+    """The name in key paths for the scales of an array with these static fields.
 
     Example: "scales:format=mxfp8_e4m3,axis=-1"; fields with their default are left out.
     """
@@ -121,7 +123,7 @@ def scales_name(fields: tuple[Any, ...]) -> str:
 
 
 def description_in(name: str) -> dict[str, Any] | None:
-    """What `scales_name` wrote, as `read` takes it; None for another name."""
+    """The fields in a name of `scales_name`, as `read` takes them; None for another name."""
     if not name.startswith(_SCALES):
         return None
     found: dict[str, Any] = dict(

@@ -49,9 +49,10 @@ from jax_mx.facts.layouts import (
     ValueLayout,
 )
 from jax_mx.facts.windows import ROW, TILE, Window, lengths_of, of_kernels
-from jax_mx.lowering import primitive, quantizers
+from jax_mx.launch import private
+from jax_mx.launch.private import ShardingTypeError
+from jax_mx.lowering import quantizers
 from jax_mx.lowering.plan import Plan
-from jax_mx.lowering.primitive import ShardingTypeError
 from jax_mx.ops import indexing, metadata, qarrays
 from jax_mx.ops.metadata import UNKNOWN, Known
 from jax_mx.ops.placing import placed, require_kernel
@@ -60,22 +61,22 @@ from jax_mx.ops.planning import plan_dequantize
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MXArray:
-    """Blocks of small floats that share a scale each. A pytree with the leaves values and scales.
+    """An array of small floats with a scale for each block; a pytree of values and scales.
 
-    It is indexed, reshaped and joined like an array of JAX, blocks and tiles stay whole:
+    Indexing, reshaping and joining work as on an array of JAX, while blocks and tiles stay whole:
     `q[rows]`, `q.reshape`, `q.mT`, `jax_mx.swapaxes`, `jax_mx.concatenate`, `jax_mx.stack`.
-    jax.numpy's functions refuse it, but for `zeros_like` and its kind, which take what has a shape
-    and a dtype and give a bare array; `jax.tree.map(jnp.zeros_like, q)` gives an MXArray.
+    jax.numpy's functions refuse an MXArray. `zeros_like` and its kin take anything with a shape and
+    a dtype, and give a bare array; `jax.tree.map(jnp.zeros_like, q)` gives an MXArray.
 
     jax.tree.map treats values and scales alike, which is right for leading dimensions, for rows of
-    row-major scales, and for shards of whole blocks and tiles. What it cuts otherwise is refused
-    where it is used next, by the shapes: values and scales that do not fit each other; of tiled
-    scales also a cut inside of a tile, as `padding` shows. Shapes do not show a permutation (a
-    reversal of rows of tiles), nor a cut that leaves the shapes of a shard (every 32nd row of
-    (1024, K) with blocks along rows).
+    row-major scales, and for shards of whole blocks and tiles. After another cut the shapes of
+    values and scales do not fit each other, and the next function refuses the array. `padding` also
+    shows a cut inside a tile of scales. Shapes do not show a permutation (a reversal of rows of
+    tiles). Nor do they show a cut with the shapes of a shard (every 32nd row of (1024, K) with
+    blocks along rows).
 
-    The constructor takes leaves as they are, as JAX builds such arrays of anything;
-    `MXArray.from_parts` checks them. Formats and layouts may be given by their names.
+    The constructor does not check leaves, as JAX puts any object there; `MXArray.from_parts` checks
+    them. A format or a layout may be a name.
 
     Attributes:
       values: the elements' codes, of `format.storage`; the logical shape, but with the block axis
@@ -83,26 +84,24 @@ class MXArray:
         column tiles, bytes of a tile), see `ValueLayout.shape`.
       scales: float8_e8m0fnu. Row-major: the logical shape with the block's axes divided by 32. In a
         tiled layout: (..., row tiles, column tiles, bytes of a tile), see `ScaleLayout.shape`.
-      format: what the codes mean.
+      format: the meaning of the codes.
       axis: the axis that blocks run along, negative, so that it survives vmap; -1 if square.
       scale_layout: where the scale of a block lies.
       block: (32,), or (32, 32): square blocks of the last two axes.
       value_layout: where values lie; tiled ones have the block axis last.
-      window: which elements share one amax, and so have equal scales: 32, 128, 256 along the block
-        axis, "row" or (128, 128), see `quantize`. Static; `dequantize` does not depend on it.
-      padding: how many rows and columns of the last tiles of scales are padding, by the shape that
-        the array was made with. What may be done to values and scales alike keeps it: new leading
-        dimensions, indices of these, shards and slices of whole tiles. A cut inside of a tile does
-        not, and so is noticed.
-      spans: the lengths of the axes that windows run along, by the shape that the array was made
-        with; 0 where they are whole windows. An array that is longer now was joined of parts, as
-        `jax.shard_map` joins them, and its window is 32. Arrays with other spans are other
-        pytrees: a loop in shard_map whose carry is quantized again along an axis that is split
-        wants a window that shards hold whole, or 32.
+      window: the elements that share one amax, and so have equal scales: 32, 128, 256 along the
+        block axis, "row" or (128, 128), see `quantize`. Static; `dequantize` does not depend on it.
+      padding: the numbers of rows and columns of padding in the last tiles of scales, by the
+        original shape of the array. New leading dimensions, indices of these, shards and slices of
+        whole tiles keep it. A cut inside a tile changes it, and so is noticed.
+      spans: the lengths of the axes that windows run along, by the original shape of the array; 0
+        where windows divide them. A longer array consists of parts that `jax.shard_map` joined, and
+        its window is 32. Other spans make another type of pytree. A loop in shard_map may quantize
+        its carry again along a split axis: it needs a window that shards hold whole, or 32.
 
     Raises:
       TypeError: a static field is of the wrong type.
-      ValueError: an unknown name, another block, or an axis that is not one of the values'.
+      ValueError: an unknown name, another block, or an axis that the values do not have.
     """
 
     values: jax.Array
@@ -174,16 +173,16 @@ class MXArray:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: Any) -> MXArray:
-        """A part, as `jax.numpy` has it of the array that was quantized.
+        """A part of the array, as indexing the original floats and quantizing again would give it.
 
         Args:
           index: ints, slices, arrays of ints, masks, None and ...; along axes that blocks run
             along, slices from and to multiples of 32 alone.
 
         Returns:
-          The part in the layouts of the whole. Leading axes of tiled layouts are indexed as they
-          are. What cuts tiles takes scales (a 33rd of the bytes) out of their tiles and puts them
-          into new ones, and so values that lie in tiles.
+          The part, in the same layouts. An index of leading axes copies whole tiles. A cut through
+          tiles takes scales (a 33rd of the bytes), and values in tiles, out of their tiles and puts
+          them into new ones.
 
         Raises:
           TypeError: an index is of another kind.
@@ -205,12 +204,12 @@ class MXArray:
         """The same elements in another shape.
 
         Args:
-          shape: ints, or one tuple of them; one may be -1. The axis that blocks run along and those
-            behind it keep their lengths, of tiled layouts and square blocks the last two axes. Rows
-            of tiles may be split where the parts are whole tiles.
+          shape: ints, or one tuple of them; one may be -1. The axis that blocks run along, and the
+            axes behind it, keep their lengths. In tiled layouts and with square blocks the last two
+            axes keep theirs; rows of tiles may be split into whole tiles.
 
         Raises:
-          TypeError: another number of elements, as jnp has it.
+          TypeError: another number of elements, as in jnp.
           ValueError: it would cut blocks or tiles.
         """
         op = "MXArray.reshape"
@@ -258,17 +257,17 @@ class MXArray:
           scales: float8_e8m0fnu, or uint8 with the same bits; shaped as `MXArray.scales`. In a
             tiled layout the bytes of all tiles may also lie flat, in one dimension, as cuBLAS and
             torchao keep them.
-          format: what the codes mean; see `MXArray` for all of these.
+          format: the meaning of the codes; see `MXArray` for all of these.
           axis: the axis that blocks run along.
           scale_layout: where scales lie.
           block: 32, or (32, 32) if square.
           value_layout: where values lie.
-          window: which blocks have equal scales; this is taken at its word.
+          window: the blocks that have equal scales; the function trusts the caller.
 
         Raises:
           TypeError: an array has another dtype, or an argument is of the wrong type.
-          ValueError: the shape of scales does not belong to that of values, or an argument has a
-            value that `quantize` refuses.
+          ValueError: the shapes of scales and values do not fit, or an argument has a value that
+            `quantize` refuses.
         """
         op = "from_parts"
         given = (format, axis, scale_layout, block, value_layout, window)
@@ -300,9 +299,9 @@ class MXArray:
 
         Args:
           q: a `qwix.QArray` of float8_e4m3fn, float8_e5m2 or float4_e2m1fn, whose scales are powers
-            of two, of any float type. Each is of a multiple of 32 elements along one axis, or along
-            each of the last two, which gives square blocks. In a traced function a scale that is no
-            power of two becomes NaN.
+            of two, of any float type. A scale covers a multiple of 32 elements along one axis, or
+            along each of the last two axes, which gives square blocks. In a traced function a scale
+            that is no power of two becomes NaN.
 
         Raises:
           TypeError: q is no such array.
@@ -418,14 +417,14 @@ class MXArray:
         return indexing.with_values(op, checked(op, "the array", self), layout)
 
     def with_scales_in(self, scale_layout: ScaleLayout | str) -> MXArray:
-        """The same array with its scales in another layout; of square blocks see `expand`.
+        """The same array with its scales in another layout; `expand` serves square blocks.
 
         Args:
           scale_layout: ROW_MAJOR, BLOCKED_128X4 or SHUFFLED_32X8, or its name.
 
         Returns:
-          An `MXArray` that dequantizes to the same floats; where tiles are padded, zeros come in or
-          go.
+          An `MXArray` that dequantizes to the same floats; zeros that pad tiles are added or
+          removed.
 
         Raises:
           TypeError: scale_layout or a field of the array is of the wrong type.
@@ -443,9 +442,10 @@ class MXArray:
           scale_layout: of the result.
 
         Returns:
-          An `MXArray` that dequantizes to the same floats: of values (..., M, K) the same values,
-          and each scale 32 times, row-major (..., M, K / 32) or (..., M / 32, K). Codes of MXFP4
-          are packed along `axis`. Values stay in their layout along -1, and are row-major along -2.
+          An `MXArray` that dequantizes to the same floats. Its values (..., M, K) are the same, and
+          each scale occurs 32 times: (..., M, K / 32) or (..., M / 32, K) if row-major. Codes of
+          MXFP4 are packed along `axis`. Values keep their layout for axis -1, and are row-major for
+          -2.
 
         Raises:
           TypeError: scale_layout is of the wrong type.
@@ -557,7 +557,7 @@ def dequantize(
     """element * scale, in float32, rounded once to `dtype`.
 
     Args:
-      q: what `quantize` returned.
+      q: an `MXArray`.
       dtype: bfloat16, float16 or float32. Beyond its largest finite value the result is infinite.
       transpose: whether the result has the last two axes swapped: (..., K, M) for a q of the shape
         (..., M, K).
@@ -610,10 +610,10 @@ def dequantized(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
 
 
 def checked(op: str, name: str, q: Any) -> MXArray:
-    """What a caller calls an array, with fields as `quantize` has them: no names, axis negative.
+    """Checks a caller's array and returns it with canonical fields: no names, a negative axis.
 
     Raises:
-      TypeError, ValueError: it is none; says why.
+      TypeError, ValueError: it is no MXArray, or its fields do not fit; the message says why.
     """
     q = held(q)
     if not isinstance(q, MXArray):
@@ -662,8 +662,8 @@ def _padding_of(q: MXArray, known: Known = UNKNOWN) -> Known:
     """The padding that belongs to the shape of an array's values.
 
     Args:
-      q: the array, also one whose leaves are no arrays, as JAX makes them.
-      known: what is taken of such a one.
+      q: the array; its leaves may be other objects than arrays, as JAX makes them.
+      known: the padding of such an array.
     """
     layout, shape = q.scale_layout, getattr(q.values, "shape", None)
     if not layout.is_tiled:
@@ -704,8 +704,8 @@ def _spans_of(q: MXArray) -> Known:
 def _window_here(q: MXArray) -> Window:
     """The window of an array whose leaves may be parts of those it was made with, or joined.
 
-    Parts have a row's equal scales, and those of windows that their edges do not cut. An array
-    that is longer has them where whole windows follow one another.
+    A part keeps the equal scales of a row, and of windows that its edges do not cut. A longer array
+    keeps them where whole windows follow one another.
     """
     lengths, each = _spanned(q), _whole(q)
     if lengths is None or q.spans.numbers is None:
@@ -749,7 +749,7 @@ def _unflatten(aux: Aux, children: Any) -> MXArray:
     would make NaN of scales. So the error comes here, before any function of the array runs. Optax
     makes zeros of all leaves alike, for its moments.
     """
-    if any(isinstance(child, primitive.DIFFERENTIATED) for child in children):
+    if any(isinstance(child, private.DIFFERENTIATED) for child in children):
         raise TypeError(FROZEN)
     if _caller_of_map().startswith("optax."):
         raise TypeError(OPTIMIZED)

@@ -11,14 +11,15 @@ from jax_mx.ops.mxarray import MXArray, checked
 
 
 def pack_mxfp6(values: MXArray | jax.typing.ArrayLike) -> jax.Array:
-    """Codes of MXFP6, a code a byte as `MXArray.values` are, as four codes in three bytes.
+    """Packs codes of MXFP6, which `MXArray.values` has one in each byte: four codes in three bytes.
 
-    Along the last axis, so of blocks that run along it. The first code is in the lowest bits, as in
-    CDNA's operands and in CUTLASS's arrays of such elements. The upper bits of a byte do not count.
+    Packing runs along the last axis, and blocks must run along it too. The first code is in the
+    lowest bits, as in CDNA's operands and in CUTLASS's arrays of such elements. The upper two bits
+    of an input byte do not count.
 
     Args:
       values: an MXArray in MXFP6 (..., K) with blocks along the last axis; or its values, uint8
-        (..., K). Of bare bytes nobody can tell whether they are MXFP6's.
+        (..., K). Bare bytes cannot be checked to be MXFP6's.
 
     Returns:
       uint8 (..., 3 K / 4).

@@ -4,7 +4,8 @@ import jax
 
 from jax_mx.arrays.sharding import gathered, is_explicit, shards_of
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering import primitive, registry
+from jax_mx.launch import private
+from jax_mx.lowering import registry
 from jax_mx.lowering.plan import Plan
 
 
@@ -52,7 +53,7 @@ def require_whole_groups(
         return
     (names, shards), length = shards_of(x, axis), shape[axis]
     if shards > 1 and length % (shards * group):
-        raise primitive.ShardingTypeError(
+        raise private.ShardingTypeError(
             f"{op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
             f"{shards} shards of {length / shards:g}, which does not keep its {what} of "
             f"{group} whole; reshard it with jax.sharding.reshard"

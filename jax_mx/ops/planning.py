@@ -29,13 +29,13 @@ from jax_mx.lowering.registry import IMPLEMENTATIONS
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a caller asks, as given; see `jax_mx.quantize` and `jax_mx.quantize_both`.
+    """A caller's arguments, unchecked; see `jax_mx.quantize` and `jax_mx.quantize_both`.
 
     Attributes:
-      formats: of each result; so are value_layouts and preprocessing.
-      transpose: a bool; of quantize_both a pair, for the last axis and the one before.
-      source: what makes the floats.
-      chosen: see `Plan`; so is across.
+      formats: one for each result, as in value_layouts and preprocessing.
+      transpose: a bool; for quantize_both a pair, for the last axis and the one before.
+      source: see `jax_mx.facts.sources`.
+      chosen: see `Plan`, also for across.
     """
 
     formats: Any
@@ -54,7 +54,7 @@ class Options:
 
     @classmethod
     def both(cls, formats: Any, transpose: Any = (False, True)) -> Options:
-        """What quantize_both is asked where all else is the default."""
+        """The arguments of a quantize_both with these formats and defaults for the rest."""
         pairs = (ROW_MAJOR_VALUES,) * 2, (NO_PREPROCESSING,) * 2
         return cls(formats, transpose=transpose, value_layouts=pairs[0], preprocessing=pairs[1])
 

@@ -1,4 +1,4 @@
-"""Stochastic rounding and Hadamard transforms: what a caller passes, and its way to a plan."""
+"""Stochastic rounding and Hadamard transforms: a caller's arguments, and their way to a plan."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from jax_mx.arrays.views import divided, reshape
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.preprocessing import NO_PREPROCESSING, PRESCALES, SIZES, Preprocessing
 from jax_mx.facts.windows import Window
+from jax_mx.lowering.derivatives import derived
 from jax_mx.lowering.plan import Plan
-from jax_mx.lowering.primitive import derived
 from jax_mx.ops.metadata import register_for_export
 from jax_mx.ops.placing import require_whole_groups
 
@@ -63,18 +63,17 @@ def _part(leaf: Any) -> Any:
 class Stochastic(Value):
     """Rounding up or down at random, so that the mean of many is the element itself.
 
-    A code is rounded up with the probability of its distance from the code below, to 16 bits.
-    Which elements are, follows from the key and their place in the array alone: sharding, layouts,
-    transpose and the chip do not matter. A vmap over keys gives each entry its own.
-    A pytree; the key is data. One key under a vmap over x alone gives every entry the same bits:
-    split it.
+    An element is rounded up with a probability that is its distance from the code below, to 16
+    bits. The key and an element's place in the array decide alone: sharding, layouts, transpose and
+    the chip do not matter. A vmap over keys gives each entry its own bits. One key under a vmap
+    over x alone gives every entry the same bits: split it. A pytree; the key is data.
 
     Attributes:
       key: of `jax.random`.
-      prescale: 0.75, or None: what elements are multiplied by, in float32, before their block's
-        scale is found; who asks for it multiplies products by 4/3 per operand. It does not keep
-        `floor` from clipping: that rule looks at the multiplied elements. `rceil` and `ceil` do not
-        clip. A product below 2^-126 is zero.
+      prescale: 0.75, or None: a factor of the elements, in float32, before their block's scale is
+        computed. The caller multiplies products by 4/3 for each such operand. The factor does not
+        keep `floor` from clipping: that rule looks at the multiplied elements. `rceil` and `ceil`
+        do not clip. A product below 2^-126 is zero.
     """
 
     key: jax.Array
@@ -102,9 +101,9 @@ class Hadamard(Value):
       size: 16, 32 or 64, which divides the axis's length (on explicit meshes a shard's); 64
         spans two blocks.
       signs: of the elements, before they are rotated: an array or a list of `size` floats or signed
-        integers, flipped where negative (-0 too), or bools, flipped where true. None flips none.
-        What is no array of JAX is compiled in: faster, but another program for other signs. The
-        arguments of a jitted function are arrays of JAX.
+        integers, flipped where negative (-0 too), or bools, flipped where true. None flips none. A
+        list or an array of NumPy is compiled in: this is faster, but other signs make another
+        program. The arguments of a jitted function are arrays of JAX.
     """
 
     size: int = 16
@@ -150,7 +149,7 @@ def data_of(rounding: Stochastic | None, hadamard: Hadamard | None) -> Data:
 def preprocessing_of(
     op: str, rounding: Any, hadamard: Any, window: Any = BLOCK, *more: Window
 ) -> Preprocessing:
-    """Checks all, and gives what of them is static; `more`: windows besides those of `quantize`.
+    """Checks the arguments and gives their static part; `more` allows further windows.
 
     Raises:
       TypeError, ValueError: see `jax_mx.quantize`.
@@ -202,7 +201,7 @@ def block_data_of(x: jax.Array, data: Sequence[Data], plan: Plan) -> list[jax.Ar
     """The operands of a uint32 per block that the primitive takes, direction by direction.
 
     Args:
-      x: what is quantized; the operands are sharded as it is.
+      x: the array that is quantized; the operands are sharded as it is.
       data: of each direction, see `data_of`.
       plan: the call.
     """
@@ -241,11 +240,11 @@ def hadamard(
     """The Walsh-Hadamard transform of each `size` consecutive elements, in natural order.
 
     y_i = sum over j of (-1)^popcount(i & j) s_j x_j / sqrt(size), as `quantize(x,
-    hadamard=Hadamard(size, signs))` has it: signs first, then butterflies (a + b, a - b) over
-    strides 1, 2, 4, ..., then one multiplication by float32(1 / sqrt(size)), each operation in
-    float32, rounded to nearest even. Where an operand or a result is subnormal, it is zero. The
-    same bits everywhere. But for rounding, its own inverse without signs; with them, as +-1, x is
-    hadamard(y, size) * signs.
+    hadamard=Hadamard(size, signs))` has it. Signs come first, then butterflies (a + b, a - b) over
+    strides 1, 2, 4, ..., then one multiplication by float32(1 / sqrt(size)). Each operation is in
+    float32, rounded to nearest even; a subnormal operand or result is zero. All chips give the same
+    bits. Without signs the transform is its own inverse, except for rounding. With signs, as +-1, x
+    is hadamard(y, size) * signs.
 
     Args:
       x: bfloat16, float16 or float32.
@@ -297,11 +296,11 @@ def rotated(x: jax.Array, size: int, flips: Any, axis: int, inverse: bool = Fals
 
 
 def flips_of(own: Preprocessing, signs: jax.Array | None) -> Any:
-    """Which of its elements a transform negates, as `rotated` takes it.
+    """The elements that a transform negates, as `rotated` takes them.
 
     Args:
-      own: the static side, with a transform.
-      signs: those that are an array of JAX; see `data_of`.
+      own: the static part, with a transform.
+      signs: an array of JAX, or None where they are static; see `data_of`.
     """
     if signs is not None:
         return _flips(_signs("hadamard", signs, own.hadamard))

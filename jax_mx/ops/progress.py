@@ -10,8 +10,8 @@ def progress(op: str, total: int, wanted: bool) -> Iterator[Callable[[int, str],
     """A bar on a terminal where rich is installed, else lines on stderr.
 
     Args:
-      op: what takes long.
-      total: how many steps it has.
+      op: the operation, for messages.
+      total: the number of its steps.
       wanted: whether to say anything.
 
     Yields:

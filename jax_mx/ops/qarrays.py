@@ -74,10 +74,10 @@ def _bits(scale: jax.Array) -> jax.Array:
 
 
 def _bytes(op: str, scale: jax.Array) -> jax.Array:
-    """Scales as bytes; what is no power of two becomes NaN where it is not known.
+    """Scales as bytes; a traced scale that is no power of two becomes NaN.
 
     Raises:
-      TypeError, ValueError: they are no floats, or are known to be no powers of two.
+      TypeError, ValueError: they are no floats, or concrete ones are no powers of two.
     """
     if scale.dtype in (SCALE_DTYPE, np.uint8):
         return jax.lax.bitcast_convert_type(scale, jnp.uint8)

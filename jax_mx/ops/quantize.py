@@ -9,7 +9,6 @@ from jax_mx.arrays.checks import flag
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.windows import Window
-from jax_mx.lowering import partition, store
 from jax_mx.ops.activations import Gated
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.planning import Options
@@ -21,13 +20,6 @@ from jax_mx.ops.preprocessing import (
     preprocessing_of,
 )
 from jax_mx.ops.quantizing import called
-
-# For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
-# its kernels; jax_mx must be imported where it runs.
-DISABLE_EXPORT_CHECKS = [
-    jax.export.DisabledSafetyCheck.custom_call(target)
-    for target in (store.TARGET, partition.TARGET)
-]
 
 
 def quantize(
@@ -84,9 +76,9 @@ def quantize(
     Raises:
       TypeError: x has another dtype, or an argument is of the wrong type.
       ValueError: axis out of range, a length that 32 does not divide, an unknown name.
-      NotImplementedError: the named implementation has no kernel for the call; where it has one,
-        but not for the platform or chip, this is raised when the computation is lowered, because
-        only then these are known. Also under differentiation.
+      NotImplementedError: the named implementation has no kernel for the call, or the call is
+        differentiated. A kernel that lacks only the platform or chip raises this when the
+        computation is lowered, because only then these are known.
       ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
     """
     own = preprocessing_of("quantize", rounding, hadamard, window)
@@ -126,28 +118,28 @@ def quantize_both(
 ) -> tuple[MXArray, MXArray]:
     """Quantizes along the last axis and along the one before it, from one read of x.
 
-    What training wants of each operand: one direction for the forward product, the other for the
-    backward one. The results are those of two calls of `quantize`, byte for byte.
+    Training needs both of each operand: one direction for the forward product, the other for the
+    backward one. Two calls of `quantize` give the same bytes.
 
     Args:
       x: (..., M, K), 32 divides both; otherwise as for `quantize`.
       format: of both results.
-      formats: of each, instead (say e4m3 forward, e5m2 backward). One kernel makes both where they
-        are the same, or MXFP8's two; and from bfloat16, in windows of 32, without `rows` or
-        `activation`, MXFP8 E4M3 and MXFP4 in either order, the latter also behind a Hadamard
-        transform of 16. Of other pairs a kernel makes each, from a read of its own.
-      scaling: see `quantize`; so are scale_layout and implementation.
-      scale_layout: of both.
+      formats: one for each result instead (say e4m3 forward, e5m2 backward). One kernel makes both
+        if they are equal, or MXFP8's two. From bfloat16, in windows of 32, without `rows` or
+        `activation`, one kernel also makes MXFP8 E4M3 and MXFP4 in either order; a Hadamard
+        transform of 16 may precede MXFP4. Two kernels make other pairs, and each reads x.
+      scaling: see `quantize`.
+      scale_layout: of both, see `quantize`.
       transpose: per result; (False, True) gives the second one as (..., K, M), see `quantize`.
       zero_scale: see `quantize`.
       value_layouts: of each, see `quantize`.
-      rounding: see `quantize`; a pair, for each, or one for both, whose key is split in two:
-        the results are those of `quantize` with the keys `jax.random.split(key)`.
-      hadamard: see `quantize`; a pair, for each, or one for both, each along its own axis.
+      rounding: see `quantize`; a pair, or one for both. Its key is split in two: `quantize` with
+        the keys `jax.random.split(key)` gives the same results.
+      hadamard: see `quantize`; a pair, or one for both, along the axis of each result.
       window: of both, each along its own axis: 32, 128, 256 or "row", see `quantize`.
-      rows: see `quantize`; 32 divides how many there are.
+      rows: see `quantize`; 32 divides their number.
       activation: see `quantize`.
-      implementation: or None.
+      implementation: see `quantize`.
 
     Returns:
       `quantize(x, axis=-1)` and `quantize(x, axis=-2, transpose=transpose[1])`.
@@ -172,13 +164,13 @@ def quantize_both(
 
 
 def quantizer_of(op: str, format: Any, both: Any, options: dict[str, Any]) -> Any:
-    """What quantizes the floats of a function that has the keywords of `quantize`, or None.
+    """The quantizer of a function that has the keywords of `quantize`; None without a format.
 
     Args:
       op: the function, for messages.
       format: of the result; None: nothing is quantized.
-      both: whether it is by `quantize_both`.
-      options: other keywords of that, or of `quantize`, but for an activation.
+      both: whether `quantize_both` quantizes.
+      options: other keywords of the quantizer; `activation` is none of them.
 
     Raises:
       TypeError, ValueError: they do not go together.

@@ -11,7 +11,7 @@ from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.sources import Source, X
-from jax_mx.facts.windows import lengths_of
+from jax_mx.facts.windows import arrays_window, lengths_of
 from jax_mx.lowering import primitive, quantizers, registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, Of, made
@@ -25,10 +25,10 @@ from jax_mx.sources.rows import RowsSource, numbers_of, rows_of
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WithSums:
-    """What is quantized is the gradient of gates and ups.
+    """An activation whose quantizer also returns sums of the gradient's columns.
 
-    A quantizer that gets one as its activation also returns sums of the gradient's columns, float32
-    (..., T / 32, 2 K), see `reference.sums_of`, in a tuple, last.
+    The quantizer quantizes the gradient of gates and ups. The sums, float32 (..., T / 32, 2 K),
+    come last in its tuple; see `reference.sums_of`.
     """
 
     own: Gated
@@ -42,12 +42,12 @@ def called(
     rows: Any,
     activation: Any,
 ) -> tuple[Any, ...]:
-    """Checks and plans a call, and runs it; returns what `quantized` does.
+    """Checks, plans and runs a call; returns the results of `quantized`.
 
     Args:
       op: "quantize" or "quantize_both".
       asked: the caller's options.
-      x: see `quantize`; so are rows and activation.
+      x: see `quantize`.
       data: of each direction, see `preprocessing.data_of`.
       rows: see `quantize`.
       activation: see `quantize`.
@@ -71,10 +71,10 @@ def quantized(
 ) -> list[Any]:
     """One MXArray per result, for an x that the plan fits; then the results of its source.
 
-    Of a result that comes out dequantized the floats, which lie as x does.
+    A dequantized result is floats, which lie as x does.
 
-    Under jit, so that eager calls are quick, and calls with one plan share one function of the
-    program that they are in, with all its attributes.
+    The function is jitted, so that eager calls are quick. Calls with one plan share one function of
+    their program, with all its attributes.
     """
     operands, viewed, on_views, results = operands_of(x, data, other, plan)
     outs, found = iter(quantizers.quantize(operands, on_views)), []
@@ -86,7 +86,8 @@ def quantized(
         pair = next(outs), next(outs)
         (values, scales), axis = viewed.from_arrays(pair, result, axes, format, plan.transpose)
         fields = (format, axis, plan.scale_layout, plan.block, plan.value_layouts[i])
-        found.append(MXArray(values, scales, *fields, plan.preprocessing[i].window))
+        window = arrays_window(plan.preprocessing[i].window)
+        found.append(MXArray(values, scales, *fields, window))
     return [*found, *results, *outs]
 
 
@@ -131,12 +132,12 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Source, t
 def operands_of(
     x: jax.Array, data: Sequence[Data], other: Sequence[jax.Array], plan: Plan
 ) -> tuple[list[jax.Array], Viewed, Plan, list[jax.Array]]:
-    """The operands of `quantizers.quantize`, how its arrays are viewed, its plan, and what else.
+    """The operands of `quantizers.quantize`, the views of its arrays, its plan; further results.
 
-    The last is a list of the source's results; empty where the primitive gives them.
+    The further results are the source's; the list is empty where the primitive gives them.
 
     Args:
-      x: what the plan fits.
+      x: the array of the plan.
       data: of each direction, see `preprocessing.data_of`.
       other: the operands beside x that `made_of` returned.
       plan: of the call.

@@ -138,7 +138,7 @@ class Files:
     """Tensors by name, wherever they lie."""
 
     def __init__(self, op: str, path: Any):
-        """Finds the files; what they hold is read when it is asked for.
+        """Finds the files; their tensors are read when a caller asks for them.
 
         Raises:
           FileNotFoundError: there is no such file.
@@ -232,7 +232,7 @@ class Files:
     ) -> np.ndarray:
         """A part of a tensor, read in chunks of its first dimension.
 
-        Each tensor is mapped by itself: what was read of one leaves the memory with it.
+        Each tensor is mapped by itself: the parts of it that were read leave the memory with it.
         """
         if 0 in shape:
             return np.empty(shape, dtype)[index]

@@ -31,21 +31,21 @@ def requantize(
     hadamard: Hadamard | None = None,
     implementation: str | None = None,
 ) -> MXArray:
-    """`quantize` of rows of what q stands for in bfloat16, `q.dequantize()`, byte for byte.
+    """The bytes of `quantize(q.dequantize(), rows=rows, ...)`, in bfloat16.
 
-    Of MXFP8 with blocks along its rows, as tokens are that moved, a kernel reads the codes and
-    quantizes them to the same format along the other axis, transposed. Others, and what is
-    rounded at random or rotated, are dequantized before.
+    Received tokens in MXFP8 have blocks along their rows: one kernel reads these codes and
+    quantizes them to the same format along the other axis, transposed. Other arrays are dequantized
+    first, as is every array with rounding or hadamard.
 
     Args:
       q: (T, K).
-      format: see `quantize`; so are all others.
+      format: see `quantize`, also for the other arguments.
       rows: int32 (R,).
-      axis: that blocks run along.
-      transpose: whether it lies last in the result.
-      scaling: of the result; so are scale_layout, window, rounding and hadamard.
+      axis: the axis that blocks run along.
+      transpose: whether this axis is last in the result.
+      scaling: the rule from amaxes to scales.
       scale_layout: where scales lie.
-      window: which elements share an amax.
+      window: the elements that share an amax.
       rounding: a `Stochastic`, or None.
       hadamard: a `Hadamard`, or None.
       implementation: or None.

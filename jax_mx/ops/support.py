@@ -1,4 +1,4 @@
-"""`is_supported`: what serves a call, and why no kernel does."""
+"""`is_supported`: the kernel that serves a call, or why there is none."""
 
 import dataclasses
 from typing import Any
@@ -7,25 +7,26 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.arrays.checks import flag, float_dtype, shown, whole, window_of, zero_scale_of
-from jax_mx.facts import chips as chip_table
 from jax_mx.facts.activations import GATED
-from jax_mx.facts.chips import ARCHS
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, RCEIL, Format, Scaling
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout, ValueLayout
 from jax_mx.facts.preprocessing import NO_PREPROCESSING
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import ROW, Window
-from jax_mx.lowering import registry, targets
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch import targets
+from jax_mx.launch.chips import ARCHS
+from jax_mx.lowering import registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.lowering.quantizers import takes_amaxes
 from jax_mx.lowering.registry import Refusal, Support
+from jax_mx.norms.source import NormSource
 from jax_mx.ops.activations import Gated, row_of
 from jax_mx.ops.planning import Options, planned
 from jax_mx.ops.preprocessing import Hadamard, Stochastic, pairs, preprocessing_of
 from jax_mx.sources.gated import GatedSource
 from jax_mx.sources.gated_gradient import GradientSource
 from jax_mx.sources.gated_pair import GatedPairSource
-from jax_mx.sources.rms_norm import NormSource
 from jax_mx.sources.rows import RowsSource
 
 
@@ -54,10 +55,10 @@ def is_supported(
 
     Args:
       op: "quantize", "quantize_both" or "dequantize".
-      device: a JAX device (JAX lowers for all of its kind in a process at once, so all of them
-        count), or a chip's name ("sm_90", "gfx950"), or "cpu".
+      device: a JAX device, a chip's name ("sm_90", "gfx950"), or "cpu". JAX lowers for all devices
+        of a kind in a process at once, so all of them count.
       dtype: of the unquantized side.
-      format: see `quantize`; so are axis, scaling and scale_layout.
+      format: see `quantize`.
       axis: of an array of `ndim` dimensions.
       ndim: 1 to 64.
       scaling: no kernel depends on it.
@@ -65,21 +66,22 @@ def is_supported(
       transpose: of quantize, of dequantize, or of quantize_both's second result.
       block: of quantize and dequantize, see `quantize`.
       zero_scale: of quantize and quantize_both.
-      value_layout: of all results, or of dequantize's operand. No answer depends on it: what a
-        kernel does not write or read in tiles, XLA moves.
-      rounding: of quantize; of quantize_both for both directions or a pair; so is hadamard.
-      hadamard: see `quantize`.
+      value_layout: of all results, or of dequantize's operand. No answer depends on it: XLA moves
+        values into tiles where a kernel does not.
+      rounding: of quantize; of quantize_both for both directions or a pair.
+      hadamard: as for rounding.
       window: of quantize and quantize_both; dequantize does not depend on it.
-      source: what makes the floats, of quantize and quantize_both: a `Gated`, whose arrays do not
-        matter, or a class of `jax_mx.sources`.
+      source: of the floats, for quantize and quantize_both: a `Gated`, whose arrays do not matter,
+        or a class of `jax_mx.sources`.
       implementation: this one only; "xla" serves every call.
       made_of: the same as `source` in words: `rows`, `norm`, `activation` (a name) with
-        `interleaved`, `up` and `gradient`; with `floats` the floats come out, too.
+        `interleaved`, `up` and `gradient`; `floats` asks for the floats, too.
 
     Returns:
-      (True, "<implementation>: <name of the kernel>") or (False, the reason). The name of one per
-      result, "along rows", where XLA transposes what they read, or puts into tiles what they give;
-      "of floats that XLA makes", where it gathers rows, norms or computes an activation before.
+      (True, "<implementation>: <name of the kernel>") or (False, the reason). "along rows" follows
+      the name of one kernel per result, where XLA transposes their operand or puts their results
+      into tiles. "of floats that XLA makes" follows where XLA gathers rows, norms or computes an
+      activation first.
 
     Raises:
       TypeError, ValueError: as for `quantize`; also for an unknown op or device.
@@ -144,16 +146,16 @@ _WORDS = ("rows", "norm", "interleaved", "up", "gradient", "floats")
 def source_of(
     op: str, source: Any, made_of: dict[str, Any], window: Window = BLOCK
 ) -> tuple[Source, bool]:
-    """What makes the floats, and whether XLA does on every chip.
+    """The source of the floats, and whether XLA computes them on every chip.
 
     Args:
       op: for messages.
-      source: see `is_supported`; so are made_of and window.
-      made_of: words that a caller gave.
+      source: see `is_supported`.
+      made_of: the words of a caller, see `is_supported`.
       window: of what is quantized.
 
     Raises:
-      TypeError, ValueError: they are neither a source nor such words, or not together.
+      TypeError, ValueError: source and words are unknown, or do not go together.
     """
     if unknown := {*made_of} - {*_WORDS, "activation"}:
         raise TypeError(f"{op} has no argument {', '.join(sorted(unknown))}")
@@ -219,7 +221,7 @@ def _check_words(
 
 
 def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:
-    """What serves a plan on a device, or on a chip that is named.
+    """The implementation that serves a plan on a device, or on the chip of a name.
 
     Args:
       plan: the call.

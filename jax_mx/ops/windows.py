@@ -24,12 +24,12 @@ def align(q: MXArray, window: Window) -> MXArray:
     """A quantized array with equal scales in each window, for products that want these.
 
     Each window takes the largest scale of its blocks, and codes are rounded to nearest even under
-    it. Of MXFP8 E4M3 an element changes only where it becomes subnormal, by at most 2^-10 of the
-    window's scale. A block that is NaN makes its window NaN. Floats that are still there are better
-    quantized with `quantize(x, window=window)`, which rounds once.
+    it. An element of MXFP8 E4M3 changes only where it becomes subnormal, by at most 2^-10 of the
+    window's scale. A block that is NaN makes its window NaN. Where the floats still exist,
+    `quantize(x, window=window)` rounds once and is better.
 
     Args:
-      q: what `quantize` returned.
+      q: an MXArray.
       window: 128, 256 or "row" along the axis of the blocks; 32, or the window that q has, gives q
         itself. (128, 128) gives square blocks, row-major, of an array whose blocks are square or
         run along one of the last two axes; 32 divides both.
@@ -38,7 +38,7 @@ def align(q: MXArray, window: Window) -> MXArray:
       An `MXArray` of q's shape, format and layouts.
 
     Raises:
-      TypeError, ValueError: q is none, the window is unknown, or does not go with q's blocks.
+      TypeError, ValueError: q is no MXArray, or the window is unknown or does not fit q's blocks.
       ShardingTypeError: on a mesh with explicit axes, a shard would split a window.
     """
     op = "align"

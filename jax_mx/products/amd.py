@@ -86,9 +86,9 @@ def run(contraction: Contraction, served: Served) -> jax.Array:
 
 
 def _side(x: MXArray, contracted: int, batch: Dims, flat: bool) -> tuple:
-    """An operand's codes and scales, and which of them lie in tiles.
+    """An operand's codes and scales, and whether each of the two lies in tiles.
 
-    `flat`: all rows are one matrix, so that only tiles of one matrix are those of it.
+    `flat`: all rows form one matrix, so that its tiles are an operand's only if this is a matrix.
     """
     last = x.ndim - 1
     if len(x.block) == 2:  # its transposed array is the array transposed

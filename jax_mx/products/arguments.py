@@ -16,7 +16,7 @@ from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.facts.windows import ROW, of_kernels
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.arrangements import Arrangement, what_of
 from jax_mx.products.auto import resolved_for_groups
@@ -76,7 +76,7 @@ def warn_of_fixed_keys(op: str, recipe: Recipe) -> None:
     """Warns where a program holds the key of a recipe: all its runs would round alike."""
     products: Any = (recipe.dgrad, recipe.wgrad)
     keys = [product.rounding.key for product in products if product.rounding is not None]
-    if all(isinstance(key, jax.core.Tracer) for key in keys) or not primitive.is_staged():
+    if all(isinstance(key, jax.core.Tracer) for key in keys) or not private.is_staged():
         return
     warnings.warn(
         f"{op}: the recipe rounds at random by a key that is a constant of the program, so every "
@@ -169,13 +169,13 @@ def bias_of(op: str, name: str, bias: Any, shape: tuple[int, ...]) -> jax.Array 
 
 
 def residuals_of(op: str, residuals: Any, recipe: Recipe, plain: str = "mx") -> str:
-    """What is kept of gate and up, one of `RESIDUALS`.
+    """The form in which gate and up are kept for the backward pass, one of `RESIDUALS`.
 
     Args:
       op: for messages.
-      residuals: that a caller asks for.
+      residuals: a caller's argument.
       recipe: of the layer.
-      plain: what None stands for where the recipe quantizes the forward product.
+      plain: the meaning of None where the recipe quantizes the forward product.
 
     Raises:
       TypeError, ValueError: it is none.
@@ -338,7 +338,7 @@ def unsplit(op: str, *operands: Any) -> None:
     for x in jax.tree.leaves(operands):
         aval: Any = jax.typeof(x)
         if is_explicit(aval.sharding.mesh) and any(spec_of(x)):
-            raise primitive.ShardingTypeError(
+            raise private.ShardingTypeError(
                 f"{op}: an operand is split as {aval.sharding.spec}; which rows a group has is "
                 "known on the device alone, so that no rule splits this product: use "
                 "jax.shard_map, or jax_mx.moe with token_axes or expert_axis"

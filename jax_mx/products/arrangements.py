@@ -45,7 +45,7 @@ class Arrangement(NamedTuple):
       contracted: their lengths.
       swapped: whether the contracted ones come before the free ones.
       merged: whether the free ones become one.
-      unit: what zero rows then make the last free dimension a multiple of; 1: there are none.
+      unit: the divisor of the last free dimension, which zero rows fill up; 1: there are none.
     """
 
     order: Dims
@@ -63,12 +63,12 @@ class Arrangement(NamedTuple):
 
     @property
     def free_dims(self) -> Dims:
-        """Which of the operand's dimensions are neither batch nor contracted."""
+        """The operand's dimensions that are neither batch nor contracted."""
         return tuple(i for i in self.order[self.batch :] if i not in self.contracted_dims)
 
     @property
     def contracted_dims(self) -> Dims:
-        """Which of the operand's dimensions are contracted, in the order in which they are one."""
+        """The operand's contracted dimensions, in the order in which they merge into one."""
         rest, k = self.order[self.batch :], len(self.contracted)
         return rest[:k] if self.swapped else rest[len(rest) - k :]
 
@@ -208,7 +208,7 @@ class Arrangements:
         )
 
     def result(self, y: jax.Array) -> jax.Array:
-        """What lax.dot_general gives, for (B..., M..., N)."""
+        """The result in the shape of lax.dot_general, from (B..., M..., N)."""
         y = _cut(_cut(y, -1, self.rhs.rows), -2, self.lhs.rows)
         lhs = self.lhs.free, self.lhs.merged
         return _unmerged(y, self.lhs.batch, (lhs, (self.rhs.free, True)))
@@ -238,8 +238,8 @@ def arrangements_of(
 
     Args:
       op: for messages.
-      lhs: an array, or what has its shape.
-      rhs: likewise.
+      lhs: an array, or an object with its shape.
+      rhs: an array, or an object with its shape.
       dimension_numbers: as for jax.lax.dot_general.
       units: of the recipe.
       keep_rows: see `arrangement_of`, of lhs.
@@ -276,7 +276,7 @@ def check_contracted(op: str, shape: Dims, contracting: Dims, unit: int) -> None
 
 
 def what_of(unit: int) -> str:
-    """What is as long as a unit, in words."""
+    """Words for the unit that must divide a length."""
     what = "the block length" if unit == BLOCK else "the size of the recipe's Hadamard transform,"
     return f"{what} {unit}"
 

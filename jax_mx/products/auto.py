@@ -14,9 +14,9 @@ import jax
 from jax.sharding import AxisType
 
 from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts.chips import arch_of
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering import targets
+from jax_mx.launch import targets
+from jax_mx.launch.chips import arch_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import (

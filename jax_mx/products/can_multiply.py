@@ -19,12 +19,12 @@ def can_multiply(
 
         can, why_not = jax_mx.can_multiply(x, w, "bsd,df->bsf")
 
-    `dot_general`, `einsum` and `ragged_dot` refuse what it refuses, in these words; with
-    `fallback="floats"` they compute it in floats.
+    `dot_general`, `einsum` and `ragged_dot` refuse the same operands, in these words; with
+    `fallback="floats"` they multiply them as floats.
 
     Args:
       lhs: an array, an `MXArray`, or `jax.ShapeDtypeStruct`.
-      rhs: likewise, or a `QuantizedWeight`.
+      rhs: the same, or a `QuantizedWeight`.
       how: dimension numbers of `dot_general`, subscripts of `einsum`, or the sizes of
         `ragged_dot`'s groups, an array or a `jax.ShapeDtypeStruct`.
       recipe: of the product.

@@ -1,7 +1,7 @@
-"""Choices: which implementation serves which call, as it was measured; files and tables of them.
+"""Choices: the measured implementations of calls; files and tables of them.
 
-A `Choice` maps keys to implementations. A key is all that the speed of a call depends on, in words:
-so a file of choices can be read, and edited, by a person.
+A `Choice` maps keys to implementations. A key has all facts that the speed of a call depends on, in
+words: so a person can read and edit a file of choices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jax_mx.arrays.checks import shown
-from jax_mx.facts import files
+from jax_mx.launch import files
 from jax_mx.version import __version__
 
 logger = logging.getLogger("jax_mx")
@@ -32,14 +32,14 @@ Cost = float | str  # microseconds; or why a candidate was left out
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Key:
-    """What was measured, in words.
+    """The words for a call that was measured.
 
     Attributes:
       op: its name.
       chip: as its driver names it: "sm_90", "gfx950", "cpu".
-      operands: of each the format or dtype, its shape in a shard, the blocks' axis, layouts and
+      operands: for each the format or dtype, its shape in a shard, the blocks' axis, layouts and
         window.
-      how: what else the call is: dimension numbers, the result's dtype.
+      how: the dimension numbers and the result's dtype.
       version: of jax_mx.
     """
 
@@ -55,7 +55,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What is known of one key.
+    """The measurements of one key.
 
     Attributes:
       key: of the call.
@@ -75,16 +75,16 @@ class Measured:
 class Choice:
     """The implementations that were measured to be the fastest; see `jax_mx.autotune`.
 
-    A frozen value. `print(choice)` shows a table. As a context manager it decides, within the
-    context, which implementation serves the calls it has entries for; of nested ones the inner one
-    comes first. It is part of the key of jit's cache: a function is traced and lowered again within
+    A frozen value. `print(choice)` shows a table. As a context manager it decides which
+    implementation serves the calls that it has entries for; the inner of nested choices comes
+    first. A choice is part of the key of jit's cache: a function is traced and lowered again within
     another choice.
 
     Attributes:
-      entries: of each call that was measured, sorted, its `key` (op, chip, operands, how, version),
-        what was `chosen`, `costs`, microseconds of each candidate or why it was left out, and `on`,
-        the device.
-      notes: what to know of how they were measured, a sentence each.
+      entries: one for each measured call, sorted. `key` has op, chip, operands, how and version,
+        `chosen` the implementation, and `on` the device. `costs` has the microseconds of each
+        candidate, or why it was left out.
+      notes: sentences about the measurement.
     """
 
     entries: tuple[Measured, ...] = ()
@@ -92,7 +92,7 @@ class Choice:
 
     @classmethod
     def of(cls, entries: Iterable[Measured], notes: Sequence[str] = ()) -> Choice:
-        """A choice of these entries; of two of one key the last one counts."""
+        """A choice of these entries; if several have one key, the last one counts."""
         by_key = {entry.key: entry for entry in entries}
         return cls(tuple(by_key[key] for key in sorted(by_key)), tuple(dict.fromkeys(notes)))
 
@@ -226,10 +226,10 @@ def _parsed(what: str, text: bytes) -> Choice:
 def of_environment(path: str) -> Choice:
     """The choice of the file that JAX_MX_TUNING names; read once a process.
 
-    What another version of jax_mx measured does not count, which a warning says.
+    Measurements by another version of jax_mx do not count; a warning says so.
 
     Raises:
-      ValueError: it cannot be read.
+      ValueError: the file cannot be read.
     """
     what = f"{ENVIRONMENT}: {path}"
     try:
@@ -274,7 +274,7 @@ def of_this_version(choice: Choice) -> Choice:
 
 
 def known(chip: str) -> list[tuple[str, Choice]]:
-    """What has been measured for a chip: by whom, and the choice; what counts first, first."""
+    """The choices that apply to a chip, and where each comes from; the first one counts most."""
     found = []
     if context.value is not None:
         found.append(("context", context.value))

@@ -20,9 +20,9 @@ import numpy as np
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout
 from jax_mx.facts.windows import Window, in_blocks
+from jax_mx.launch.targets import Target
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.lowering.registry import Refusal, Support
-from jax_mx.lowering.targets import Target
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.choices import Key
 
@@ -36,17 +36,17 @@ class Numbers:
     """The part of a contraction that is no array: a parameter of its primitive.
 
     Attributes:
-      contracting: the contracted dimensions of lhs, of rhs; of a grouped product one each.
+      contracting: the contracted dimensions of lhs, of rhs; a grouped product has one each.
       batch: the batch dimensions of lhs, of rhs; a grouped product has none.
       dtype: of the result.
       groups: "" for a dense product. `ROWS`: each group of rows of lhs has a matrix in rhs, so
         lhs (R, K) and rhs (G, K, N) give (R, N). `SUMS`: each group's rows are summed over, so
         lhs (R, M) and rhs (R, N) give (G, M, N). Operands may lie transposed.
-      align: what the size of every group is a multiple of.
+      align: the divisor of every group's size.
       exact: whether the caller asks for a precision that no FP8 tensor core gives.
       out_sharding: of the result, on a mesh with explicit axes.
       implementation: the one that the caller insists on, or None.
-      chosen: what the recipe "auto" became; None where the caller passed another.
+      chosen: the name of the recipe that "auto" became; None where the caller passed another.
       over_rows: whether it sums over rows, as the gradient of a weight does.
       moved: the dtype in which sums of devices' parts move, where that is not the result's.
       caller: the public function that names the implementation, for its refusal; else "".
@@ -76,7 +76,7 @@ class Numbers:
         return left - ndim[0], right - ndim[1]
 
     def free(self, side: int, ndim: int) -> Dims:
-        """Those of so many dimensions that the result keeps; see `Contraction.free`."""
+        """The dimensions of an operand of this rank that the result keeps."""
         taken = (*self.contracting[side], *self.batch[side])
         taken = (*taken, 0) if self.groups == ROWS and side else taken
         return tuple(d for d in range(ndim) if d not in taken)

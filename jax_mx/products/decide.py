@@ -6,8 +6,9 @@ from typing import cast
 
 import jax
 
-from jax_mx.facts import chips as chip_table
-from jax_mx.lowering import registry, store, targets
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch import store, targets
+from jax_mx.lowering import registry
 from jax_mx.products import choices
 from jax_mx.products.contraction import Contraction, Served, key_of
 from jax_mx.products.implementations import ProductImplementation, named
@@ -20,8 +21,8 @@ class Decision:
     Attributes:
       served: its answer.
       by: who says so: "argument", "context", "JAX_MX_TUNING (<file>)", "table for <chip>", "rule".
-      passed_over: what was measured to be the fastest, or is so by rule, and does not serve it
-        before something is installed, a sentence each.
+      passed_over: sentences about implementations that are fastest, by measurement or by rule, and
+        do not serve it before something is installed.
     """
 
     served: Served
@@ -59,8 +60,8 @@ def decide(contraction: Contraction, target: targets.Target) -> Served:
 def decided(contraction: Contraction, platform: str, chips: Sequence[str]) -> Decision:
     """The implementation of a contraction on a platform and chips, and who chose it.
 
-    The order: the one that the caller names; what a `Choice` has for it, of the context, of the
-    file that JAX_MX_TUNING names, of the package's own table for the chip; the rule.
+    The caller's name comes first. Then follow choices: of the context, of the file that
+    JAX_MX_TUNING names, of the package's table for the chip. The rule comes last.
 
     Raises:
       NotImplementedError: the implementation that the caller names does not serve it.

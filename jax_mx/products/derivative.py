@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import lengths_of
-from jax_mx.lowering import primitive
+from jax_mx.lowering import derivatives
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import FROZEN, MXArray
 from jax_mx.products.arrangements import Arrangement, Arrangements
@@ -47,7 +47,7 @@ batching.primitive_batchers[once_derived_p] = lambda args, dims, *, op: (
     once_derived_p.bind(*args, op=op),
     dims[0],
 )
-ad.primitive_jvps[once_derived_p] = lambda *_, op: primitive.no_second(op)
+ad.primitive_jvps[once_derived_p] = lambda *_, op: derivatives.no_second(op)
 
 
 def once_derived(op: str, x: Any, *others: Any) -> jax.Array:
@@ -101,7 +101,7 @@ class Side:
     Attributes:
       dtype: of the floats.
       spec: their partition spec, on a mesh with explicit axes.
-      arranged: that of the arranged operand; () where no mesh with explicit axes is.
+      arranged: the partition spec of the arranged operand; () without a mesh with explicit axes.
     """
 
     dtype: np.dtype
@@ -198,7 +198,7 @@ class Static(NamedTuple):
       exact: see `contraction.Numbers`.
       implementation: see `contraction.Numbers`.
       out_sharding: of the result.
-      chosen: what "auto" became; None where the caller passed a recipe.
+      chosen: the name of the recipe that "auto" became; None where the caller passed a recipe.
     """
 
     op: str
@@ -338,7 +338,7 @@ def product(
             return _of_groups(static, how, lhs, w, sizes)
         lhs, rhs = (x if q is None else q for x, q in ((lhs, lhs_q), (rhs, rhs_q)))
         return _of_floats(static, lhs, rhs, recipe)
-    lhs, rhs = jax.tree.map(primitive.reverse_only(static.op, FORWARD), (lhs, rhs))
+    lhs, rhs = jax.tree.map(derivatives.reverse_only(static.op, FORWARD), (lhs, rhs))
     return _product(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
 
 
@@ -381,10 +381,10 @@ def _derived(op: str, operands: tuple, value: Callable, gradients: Callable, for
 
         moved = [t for t in moved if t is not None]
         way = None if forward is None else tangent
-        return primitive.linear(transposed, kept, moved, outs, way)
+        return derivatives.linear(transposed, kept, moved, outs, way)
 
     y = value(*tree.unflatten(map(jax.lax.stop_gradient, leaves)))
-    return primitive.derived([y], leaves, rule)[0]
+    return derivatives.derived([y], leaves, rule)[0]
 
 
 def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:

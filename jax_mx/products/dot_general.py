@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_mx.arrays.checks import float_dtype, implementation_of
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     check_out_sharding,
@@ -52,55 +52,54 @@ def dot_general(
 ) -> jax.Array:
     """jax.lax.dot_general with its operands in MX, differentiable in reverse mode (bf16: in all).
 
-    Operands that are floats are quantized as the recipe says, in blocks along the contracted
-    elements, and so are those of both gradients' products. What is kept for the backward pass is
-    MX too, by the name CHECKPOINT_NAME: lhs along its rows, rhs along its columns. Accumulation is
-    in float32. flax takes it as `dot_general=`, with functools.partial for a recipe.
+    The recipe says how floats are quantized: in blocks along the contracted elements, in this
+    product and in the products of both gradients. The backward pass keeps MX too, by the name
+    CHECKPOINT_NAME: lhs along its rows, rhs along its columns. Accumulation is in float32. flax
+    takes the function as `dot_general=`, with functools.partial for a recipe.
 
     Args:
       lhs: the activations: bfloat16, float16 or float32 of any rank; or an `MXArray` whose blocks
         run along its last contracted dimension.
-      rhs: the weights: likewise; or what `Recipe.quantize_weight` returns, of any float type, which
-        its gradient has too. An operand that is an `MXArray` gets no gradient. For the other one's
-        gradient it counts as the floats that it stands for, in a product in bfloat16.
+      rhs: the weights: the same types; or a result of `Recipe.quantize_weight`, of any float type,
+        which its gradient has too. An operand that is an `MXArray` gets no gradient. The gradient
+        of the other operand is a product in bfloat16 with the dequantized `MXArray`.
       dimension_numbers: as for jax.lax.dot_general. 32 divides the product of the contracted
-        lengths; other lengths may be any.
-      precision: one above JAX's default (HIGH, HIGHEST, "F32_F32_F32" ...) keeps FP8 tensor cores
-        out, which sum with reduced precision. None is `jax.default_matmul_precision`.
-      preferred_element_type: of the result: bfloat16, float16 or float32; None for that of the
-        floats, promoted as jnp does where they differ, bfloat16 where both are MX. Beside a
-        `QuantizedWeight` it is that of lhs.
+        lengths; there is no rule for other lengths.
+      precision: a precision above JAX's default (HIGH, HIGHEST, "F32_F32_F32" ...) excludes FP8
+        tensor cores, which sum with reduced precision. None is `jax.default_matmul_precision`.
+      preferred_element_type: of the result: bfloat16, float16 or float32. None takes the type of
+        the floats, promoted as jnp does where they differ; bfloat16 where both are MX; and the type
+        of lhs with a `QuantizedWeight`.
       recipe: a `Recipe`, or the name of one: "mxfp8", "mxfp8_rows", "mxfp8_windows",
-        "mxfp8_hybrid", "mxfp4" or "bf16"; or "auto", the fastest that is known on the chips that
-        the trace is for, see [training](training.md#the-default-recipe). "floats" switches MX off:
-        jax.lax.dot_general multiplies what it gets, an `MXArray` as the floats it stands for.
+        "mxfp8_hybrid", "mxfp4" or "bf16"; or "auto", the fastest known recipe on the chips of the
+        trace, see [training](training.md#the-default-recipe). "floats" switches MX off:
+        jax.lax.dot_general multiplies floats, to which it dequantizes an `MXArray`.
       out_sharding: of the result, see jax.lax.dot_general.
-      implementation: "fp8" (the chip's FP8 product of the codes, for arrays of one scale a row),
-        "cutedsl" (our kernels on Hopper: windows of 128 and more on FP8 tensor cores, others as
-        bfloat16; of few rows they read the codes of rhs as they lie; not where XLA splits the
-        program among devices), "cutedsl_r8" and others (these with tiles of so many rows of lhs),
-        "flydsl" (our kernels on AMD's chips, of operands in MX), "tcgen05" (our kernel on
-        Blackwell), "blackwell" (JAX's kernels there, after dequantizing), "scaled_dot"
-        (jax.lax.scaled_dot), "dequantize" (our kernels, then jax.lax.dot_general),
-        "xla" (plain, runs everywhere); or None: what was measured to be the fastest, or is known
-        to be. It is taken for all three products.
-      fallback: for switches of whole models. "floats": a product of floats that MX cannot take, as
-        `can_multiply` says, is jax.lax.dot_general's. "bf16": so it is, of floats rounded to
-        bfloat16. None: it is refused.
+      implementation: of all three products; None takes the fastest one that is measured or known.
+        "xla" is plain and runs everywhere. "dequantize" uses our kernels, then jax.lax.dot_general;
+        "scaled_dot" is jax.lax.scaled_dot. "fp8" is the chip's FP8 product of the codes, for arrays
+        with one scale for each row. "cutedsl" has our kernels on Hopper: windows of 128 and more on
+        FP8 tensor cores, others as bfloat16, few rows with the codes of rhs as they lie. It does
+        not serve a program that XLA splits among devices. "cutedsl_r8" and its kin fix the rows of
+        lhs in a tile. "flydsl" has our kernels on AMD's chips, for operands in MX, "tcgen05" our
+        kernel on Blackwell. "blackwell" has JAX's kernels there, after dequantizing.
+      fallback: for switches of whole models. "floats": jax.lax.dot_general multiplies floats that
+        MX cannot take, as `can_multiply` says. "bf16" rounds these to bfloat16 first. None: the
+        product is refused.
 
     Returns:
-      (batch..., free of lhs..., free of rhs...), as jax.lax.dot_general. It equals the product of
-      the dequantized operands bit for bit where all products and sums are exact in float32, and no
-      element stands for less than 2^-126 (see "Numbers" in docs/training.md); else
-      within eps32 * k * sum |a||b| of it, before it is rounded to its type; where FP8 tensor cores
-      sum ("fp8", and "cutedsl" of windows), within window * 2^-13 * sum |a||b|, where "row" counts
-      as 256 (4e-4 * sum |a||b| for normal numbers, see "Numbers" in docs/training.md).
+      (batch..., free of lhs..., free of rhs...), as jax.lax.dot_general. The bits equal the product
+      of the dequantized operands if products and sums are exact in float32, and no element stands
+      for less than 2^-126. Otherwise s, the sum over k of `|a||b|`, bounds the difference: before
+      rounding to the result's type it is at most eps32 * k * s. Where FP8 tensor cores sum ("fp8",
+      and "cutedsl" with windows) it is at most window * 2^-13 * s; "row" counts as 256. Normal
+      numbers stay within 4e-4 * s, see "Numbers" in docs/training.md.
 
     Raises:
       TypeError: an operand or argument is of the wrong type.
       ValueError: dimension numbers that do not fit, a contracted length that 32 does not divide, an
-        unknown name, an `MXArray` whose blocks run along another dimension, or one `MXArray` and a
-        recipe whose forward has a Hadamard transform.
+        unknown name. An `MXArray` has blocks along another dimension. One operand is an `MXArray`,
+        and the recipe's forward has a Hadamard transform.
       NotImplementedError: the named implementation does not serve the call.
     """
     return multiplied(
@@ -176,7 +175,7 @@ def multiplied(
     # In shard_map an operand, or a key, may vary over an axis that the others do not. Where all of
     # them vary, JAX sums the gradients of those others over it.
     leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), None, recipe))
-    return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+    return product(static, *tree.unflatten(private.vary_alike(*leaves)))
 
 
 def _by_jax(
@@ -235,8 +234,8 @@ class Call(NamedTuple):
 
     Attributes:
       lhs: an array of floats, or an `MXArray` in rows.
-      rhs: likewise, or a `QuantizedWeight`.
-      layout: how they are arranged.
+      rhs: the same, or a `QuantizedWeight`.
+      layout: the arrangements of both.
       recipe: resolved.
       dtype: of the result.
     """

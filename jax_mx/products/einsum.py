@@ -29,12 +29,12 @@ def matmul(
     implementation: str | None = None,
     fallback: Fallback = None,
 ) -> jax.Array:
-    """jnp.matmul with its operands in MX; see `dot_general`, also for what is not listed here.
+    """jnp.matmul with its operands in MX; `dot_general` explains the rest.
 
     Args:
       a: (..., M, K), or (K,).
-      b: (..., K, N), or (K,). Leading dimensions of both are broadcast; those of what is quantized
-        already must agree as they are.
+      b: (..., K, N), or (K,). Leading dimensions of floats are broadcast; an operand that is
+        quantized already must have the same ones as the other.
       precision: see `dot_general`.
       preferred_element_type: see `dot_general`.
       recipe: see `dot_general`.
@@ -103,14 +103,14 @@ def einsum(
     implementation: str | None = None,
     fallback: Fallback = None,
 ) -> jax.Array:
-    """jnp.einsum of two operands, with these in MX; see `dot_general`.
+    """jnp.einsum with its two operands in MX; see `dot_general`.
 
     Args:
-      subscripts: "bsd,df->bsf". Each letter once an operand; an ellipsis for leading dimensions of
-        one rank in both, or in one alone. A letter of one operand that the result lacks is summed
-        over first, of floats.
-      operands: two: arrays, or an `MXArray`, the second one also what `Recipe.quantize_weight`
-        returns. With a fallback any number, which jnp.einsum then takes.
+      subscripts: "bsd,df->bsf". A letter occurs once in an operand. An ellipsis stands for leading
+        dimensions of one operand, or of both with the same rank. Floats are first summed over a
+        letter that neither the other operand nor the result has.
+      operands: two arrays; one may be an `MXArray`, the second one a `QuantizedWeight`. With a
+        fallback jnp.einsum takes any other number.
       precision: see `dot_general`.
       preferred_element_type: see `dot_general`.
       recipe: see `dot_general`.
@@ -119,7 +119,7 @@ def einsum(
       fallback: see `dot_general`.
 
     Returns:
-      What the subscripts say.
+      The array that the subscripts describe.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `dot_general` does; ValueError for subscripts

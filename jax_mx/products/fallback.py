@@ -1,4 +1,4 @@
-"""What a product does that MX cannot take: it is refused, or JAX multiplies the floats."""
+"""A product that MX cannot take is refused, or JAX multiplies the floats."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -17,11 +17,11 @@ FALLBACKS = ("floats", "bf16")
 
 
 class Plain(NamedTuple):
-    """What JAX multiplies.
+    """The operands that JAX multiplies.
 
     Attributes:
       operands: arrays of JAX.
-      dtype: that the result has, for operands that were rounded; else None, and JAX decides.
+      dtype: of the result, for operands that were rounded; else None, and JAX decides.
     """
 
     operands: list[jax.Array]
@@ -40,15 +40,15 @@ def plain_operands(
 
     Args:
       op: for messages.
-      fallback: that a caller asks for.
-      operands: that MX refused.
-      recipe: that he names.
-      implementation: likewise.
+      fallback: the caller's argument.
+      operands: refused by MX.
+      recipe: the caller's argument.
+      implementation: the caller's argument.
       error: the refusal.
 
     Raises:
-      TypeError, ValueError: the refusal, where there is no fallback, or an operand is quantized;
-        another, where fallback, recipe or implementation are none.
+      TypeError, ValueError: the refusal, without a fallback or if an operand is quantized; or
+        fallback, recipe or implementation are invalid.
     """
     if fallback is None:
         raise error

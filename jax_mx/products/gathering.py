@@ -16,7 +16,8 @@ from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of, sp
 from jax_mx.arrays.views import reshape
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import lengths_of
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
+from jax_mx.lowering import derivatives
 from jax_mx.ops.collectives import (
     all_gather,
     as_bits,
@@ -49,34 +50,34 @@ def gather_weight(
     contracting: int | Sequence[int] = -2,
     batch: int | Sequence[int] = (),
 ) -> QuantizedWeight:
-    """A weight that devices hold in parts (FSDP), as products read it: in MX, on all of them.
+    """Gathers a weight that devices hold in parts (FSDP), in MX, for products.
 
-    Each device quantizes its part, and codes and scales move, as uint8: 33/32 bytes an element for
-    each direction that the program reads, where bfloat16 moves 2. In square blocks (`Recipe.block`,
-    or a `weight_window` of (128, 128)) both directions are one array.
+    Each device quantizes its part, and codes and scales move as uint8. The program moves 33/32
+    bytes an element for each direction that it reads; bfloat16 moves 2. In square blocks
+    (`Recipe.block`, or a `weight_window` of (128, 128)) both directions are one array.
 
-    The gradient that reaches w is float, summed over the devices, and split as w is: in shard_map
-    by one reduce-scatter; else by an all-reduce, of which XLA makes one on GPUs.
+    The gradient that reaches w is float, summed over the devices, and split as w is. In shard_map
+    one reduce-scatter does this; elsewhere an all-reduce, which XLA turns into a reduce-scatter on
+    GPUs.
 
     Args:
       w: the weight's floats, of any rank from 2 on; in shard_map the device's part.
-      spec: over which mesh axes w is split that it is gathered from, one entry for each dimension.
-        Other axes that split w (tensor parallelism) stay: on explicit meshes its type says them, on
-        auto ones XLA knows. A PartitionSpec of the mesh that jax.set_mesh has set, or a
-        NamedSharding.
+      spec: the mesh axes that w is gathered from, one entry for each dimension. Other axes that
+        split w (tensor parallelism) stay: its type has them on explicit meshes, and XLA knows them
+        on auto ones. A PartitionSpec of the mesh that jax.set_mesh has set, or a NamedSharding.
       recipe: of the products that read it.
       contracting: the dimensions that products contract; see `Recipe.quantize_weight`.
       batch: its batch dimensions.
 
     Returns:
-      What `dot_general`, `matmul` and `einsum` take as their right-hand side, with this recipe: the
-      bytes that `Recipe.quantize_weight` makes of the gathered floats. These are not there: its
+      A `QuantizedWeight` for the right-hand side of `dot_general`, `matmul` and `einsum` with this
+      recipe. Its bytes are those that `Recipe.quantize_weight` makes from the gathered floats. Its
       `floats` are zeros, and only take the gradient.
 
     Raises:
       TypeError: w is no float array, or an argument is of the wrong type.
-      ValueError: there is no mesh, spec does not fit it or w, a part cuts blocks or windows, or
-        another dimension than the first is split of several that become one for products.
+      ValueError: there is no mesh, spec does not fit it or w, or a part cuts blocks or windows.
+        Products merge several dimensions into one, and another one than the first is split.
     """
     grouped = not isinstance(batch, Sequence) or len(batch) > 0
     recipe = resolved_for_weights(OP, recipe, w, grouped)
@@ -113,12 +114,12 @@ def gather_weight(
 
 
 class _Gather(NamedTuple):
-    """What of a gather is no array.
+    """The static part of a gather.
 
     Attributes:
       mesh: of the axes.
-      gathered: for each dimension of w the mesh axes that it is gathered from.
-      split: all that split it, as far as types say so.
+      gathered: the mesh axes that each dimension of w is gathered from.
+      split: all mesh axes that split each dimension, as far as types say so.
       contracting: the contracted dimensions.
       batch: the batch dimensions.
       inside: whether shard_map has taken the axes, and w is a part.
@@ -144,7 +145,7 @@ class _Gather(NamedTuple):
 
     @property
     def kept(self) -> tuple[Names, ...]:
-        """What splits the dimensions of the gathered weight."""
+        """The mesh axes that split each dimension of the gathered weight."""
         pairs = zip(self.split, self.gathered, strict=True)
         return tuple(tuple(n for n in names if n not in gone) for names, gone in pairs)
 
@@ -155,7 +156,7 @@ def _spec(entries: tuple[Names, ...]) -> tuple:
 
 @partial(jax.jit, static_argnums=0)
 def _gathered(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
-    return _gathered_vjp(static, primitive.reverse_only(OP)(w), recipe)
+    return _gathered_vjp(static, derivatives.reverse_only(OP)(w), recipe)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -186,7 +187,7 @@ def _gathered_vjp(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
         return dataclasses.replace(array, **arrays)
 
     floats = spread(jnp.zeros((1,) * w.ndim, w.dtype), w.shape, _spec(static.kept))
-    return floats, _each(_forms(side, w, recipe), side, gathered)
+    return floats, _each(_forms(static, side, w, recipe), side, gathered)
 
 
 def _whole(mesh: Any, spec: tuple, gone: tuple[Names, ...], bits: jax.Array) -> jax.Array:
@@ -198,6 +199,7 @@ def _whole(mesh: Any, spec: tuple, gone: tuple[Names, ...], bits: jax.Array) -> 
       gone: for each of its axes the mesh axes that it is gathered from.
       bits: the array.
     """
+    spec += (None,) * (bits.ndim - len(spec))  # tiles of scales are whole
     axes = [axis for axis, names in enumerate(gone) if names]
     if len(axes) == 1 and spec[axes[0]] is None and math.prod(bits.shape[: axes[0]]) > 1:
         (axis,) = axes  # parts arrive behind each other, and are joined as we do it, not XLA
@@ -268,17 +270,21 @@ def _of_part(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
         n * (jax.lax.axis_size(names) if names else 1)
         for n, names in zip(w.shape, static.gathered, strict=True)
     )
-    floats, _ = primitive.vary_alike(jnp.zeros(shape, w.dtype), w)
+    floats, _ = private.vary_alike(jnp.zeros(shape, w.dtype), w)
     across = arranged[side.axis], arranged[-3 - side.axis]
-    return floats, _each(_forms(side, w, recipe, across), side, gathered)
+    return floats, _each(_forms(static, side, w, recipe, across), side, gathered)
 
 
 def _forms(
-    side: Arrangement, w: jax.Array, recipe: Recipe, across: tuple[Names, Names] = ((), ())
+    static: _Gather,
+    side: Arrangement,
+    w: jax.Array,
+    recipe: Recipe,
+    across: tuple[Names, Names] = ((), ()),
 ) -> tuple[ProductOperand, ProductOperand]:
     """Both forms; `across`: the axes of a shard_map that split either contracted axis."""
-    asked = dataclasses.replace(Unquantized.of(side, w, recipe), across=across, moves=True)
-    first, second = asked.forms()
+    how: dict[str, Any] = {"across": across, "joined": static.mesh}
+    first, second = dataclasses.replace(Unquantized.of(side, w, recipe), **how).forms()
     return first, second
 
 

@@ -17,10 +17,11 @@ import numpy as np
 
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.arrays.sharding import shards_of
-from jax_mx.facts import chips as chip_table
+from jax_mx.facts import tensor_cores
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_DTYPE
 from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_16X16, SHUFFLED_32X8, Layout
 from jax_mx.facts.windows import ROW
+from jax_mx.launch import chips as chip_table
 from jax_mx.lowering import registry
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, dequantize
@@ -50,9 +51,10 @@ class ProductImplementation(registry.Implementation):
     Attributes:
       run: computes a contraction of arrays, as `support` said.
       preferred: whether it is the choice on a platform and chips where nothing was measured.
-      error: what its results may differ by of sum |a||b|, where that is more than eps32 * k.
+      error: the largest difference of its results over sum |a||b|, where that is more than eps32 *
+        k.
       worth: whether `autotune` measures it for a contraction that it serves.
-      ops: the public functions whose products it computes: dense ones, or those over groups.
+      ops: the public functions whose products it computes: dense ones, or products over groups.
       splits_itself: whether XLA knows how to split it among devices, and no rule of ours does.
       is_pallas: whether its kernels are Pallas', which XLA cannot split.
       layouts: of scales and values, that it reads as they lie; others are brought to rows for it.
@@ -274,7 +276,7 @@ def _fp8_support(contraction: Contraction, chips: Sequence[str]) -> Served:
                 name, contraction, "wants one scale for each row: quantize(..., window='row')"
             )
     for chip in chips:
-        if chip not in (*chip_table.FP8, "cpu"):
+        if chip not in (*tensor_cores.FP8, "cpu"):
             return refused(name, contraction, f"wants FP8 tensor cores, {chip} has none")
     return Served(name)
 
@@ -352,16 +354,16 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
         ),
         ProductImplementation(
             tcgen05.NAME, "cuda", tcgen05.support, tcgen05.run,
-            _on(chip_table.TCGEN05.__contains__), FP8_ERROR, layouts=(BLOCKED_128X4, ROW_MAJOR),
+            _on(tensor_cores.TCGEN05.__contains__), FP8_ERROR, layouts=(BLOCKED_128X4, ROW_MAJOR),
             executed="JAX's interpreter", is_pallas=True,
         ),
         ProductImplementation(
-            "fp8", "any", _fp8_support, _fp8, _on(chip_table.FP8.__contains__), FP8_ERROR,
+            "fp8", "any", _fp8_support, _fp8, _on(tensor_cores.FP8.__contains__), FP8_ERROR,
             ops=(DENSE,),
         ),
         ProductImplementation(
             "scaled_dot", "any", _scaled_dot_support, _scaled_dot,
-            _on(chip_table.SCALED_DOT.__contains__), ops=(DENSE,), splits_itself=True,
+            _on(tensor_cores.SCALED_DOT.__contains__), ops=(DENSE,), splits_itself=True,
         ),
         ProductImplementation(
             pallas.HOPPER, "cuda", pallas.hopper_support, pallas.run_hopper,

@@ -1,11 +1,12 @@
 """The implementation "cutedsl": products that our kernels compute from operands as they lie.
 
-Three kernels (kernel_plans.py). Floats times an MX array, which spares few rows the floats of a
-weight, whether its blocks run along the contracted axis or, in a backward pass, along the free one;
-few rows in MX are made floats first. MX times MX on FP8 tensor cores, where blocks of 32 come in
-windows of equal scales; also summed over groups that begin at multiples of the window. And where
-they do not, and rows are many, the product of floats that are made of both, summed over rows, as a
-weight's gradient is. A dense product is one group to a kernel, or as many as the batch has entries.
+There are three kernels (kernel_plans.py). The first multiplies floats by an MX array, so that few
+rows need no floats of a weight. The blocks of the weight run along the contracted axis or, in a
+backward pass, along the free one. Few rows in MX become floats first. The second multiplies MX by
+MX on FP8 tensor cores, where blocks of 32 come in windows of equal scales. It also sums over groups
+that begin at multiples of the window. Where groups begin elsewhere and rows are many, the third
+dequantizes both and sums over rows, as a weight's gradient does. A dense product is one group to a
+kernel; a batch has one group for each entry.
 """
 
 import dataclasses
@@ -18,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts import chips as chip_table
 from jax_mx.facts.product_kernels import PRODUCTS
 from jax_mx.facts.windows import ROW, TILE
+from jax_mx.launch import chips as chip_table
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.ops.mxarray import MXArray, floats_of
@@ -60,15 +61,15 @@ _SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
 
 
 def name_of(tile: int | None) -> str:
-    """The implementation that takes kernels whose tiles have so many rows of x.
+    """The name of the implementation whose kernels have tiles of `tile` rows of x.
 
-    None: those that the shapes ask for. The binaries' names say it likewise.
+    None: the shapes decide. The names of binaries end in the same way.
     """
     return NAME if tile is None else f"{NAME}_r{tile}"
 
 
 def support(contraction: Contraction, chips: Sequence[str], *, tile: int | None = None) -> Served:
-    """Whether kernels serve a contraction on chips, those of any tiles or of one tiling."""
+    """Whether kernels, of any tiles or of one tiling, serve a contraction on chips."""
     plan = plan_of(contraction, tile)
     if isinstance(plan, Served):
         return plan

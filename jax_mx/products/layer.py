@@ -26,7 +26,7 @@ import numpy as np
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.facts.formats import MXFP8_E4M3
 from jax_mx.facts.windows import ROW, SHARD
-from jax_mx.lowering import primitive
+from jax_mx.lowering import derivatives
 from jax_mx.ops.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.ops.quantize import quantize
@@ -216,12 +216,12 @@ class Moves(ABC):
         return False
 
     def rest(self, routing: Any, run: Callable[..., Any], sums: Any, operands: Any) -> Any:
-        """The sums of what `run` gives of the routing's further rounds, where there may be some.
+        """The sums of the results of `run` over all rounds of a routing.
 
         Args:
           routing: of the layer; its first round.
-          run: of a round and operands, which the caller must not hand it otherwise.
-          sums: those of the first round.
+          run: a function of a round and of the operands; it gets the operands from nowhere else.
+          sums: the results of the first round.
           operands: given, quantized, recipes, and more.
         """
         raise NotImplementedError
@@ -300,13 +300,13 @@ def layer(
     """The layer, differentiable by what is given.
 
     Args:
-      static: what of it is neither array nor key.
+      static: the part of it that is neither array nor key.
       given: its arrays.
       quantized: the quantized parts of both weights: an `MXArray`, both forms, or None.
       routing: the experts of each row, or None.
       recipes: of both products.
     """
-    given = jax.tree.map(primitive.reverse_only(static.op, IN_PARTS), given)
+    given = jax.tree.map(derivatives.reverse_only(static.op, IN_PARTS), given)
     return _layer(static, given, quantized, routing, recipes)
 
 
@@ -458,7 +458,7 @@ def _backward(static: Layer, kept: Kept, dy: jax.Array) -> Inputs:
 def _through_first(
     static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array
 ) -> tuple[jax.Array, tuple, tuple]:
-    """The gradients of rows and of the first weights; and sums of those of gates and ups."""
+    """The gradients of rows and of the first weights; sums of the gradients of gates and ups."""
     moves, sides, place = static.moves, kept.sides, kept.place
     gradients = _gradients_of(static, kept, gate_up, dact.astype(gate_up[0].dtype))
     n, dgrads, wgrads = len(gradients), [], {}

@@ -1,8 +1,8 @@
-"""What an implementation of a product costs on this device, and whether it computes the product.
+"""The cost of an implementation of a product on this device, and whether its result is right.
 
-Time is taken of a program that holds the product many times, each on operands of its own, so that
-neither the host nor the L2 cache counts: launches are one program's, a CUDA graph where XLA makes
-one, and operands are read from memory.
+The timed program holds the product many times, each on other operands, so that neither the host nor
+the L2 cache counts. All launches belong to one program, a CUDA graph where XLA makes one, and
+operands are read from memory.
 """
 
 import dataclasses
@@ -92,13 +92,13 @@ def _sparse(x: Operand, length: int) -> Operand:
 def product(
     call: Contraction, name: str, lhs: Operand, rhs: Operand, dtype: np.dtype | None = None
 ) -> jax.Array:
-    """The product of a call by one implementation; groups are of equal sizes, as far as that goes.
+    """The product of a call by one implementation; groups have equal sizes where they can.
 
     Args:
       call: of one shard.
       name: of the implementation.
-      lhs: its operand, or floats in its place.
-      rhs: likewise.
+      lhs: the operand, or floats in its place.
+      rhs: the operand, or floats in its place.
       dtype: of the result, the call's by default.
     """
     numbers, sizes = call.numbers, None
@@ -113,24 +113,24 @@ def product(
 
 # ---- what a product may differ by ---
 class Reference:
-    """The product of two operands by "xla", and what others may differ by from it."""
+    """The product of two operands by "xla", and the largest difference of others from it."""
 
     def __init__(self, call: Contraction, value: jax.Array, size: jax.Array):
-        """Takes what `_reference` computes.
+        """Takes the results of `_reference`.
 
         Args:
           call: of one shard.
           value: the product, float32.
-          size: that of magnitudes.
+          size: the product of the operands' magnitudes.
         """
         self.call, self.value, self.size = call, value, size
 
     def obstacle(self, y: jax.Array, error: float) -> str:
-        """Why y is not the product; empty where it is.
+        """The reason why y is not the product; empty where it is.
 
         Args:
-          y: what an implementation computed.
-          error: what it may differ by of sum |a||b|, besides eps32 * k.
+          y: the result of an implementation.
+          error: the largest difference over sum |a||b|, besides eps32 * k.
         """
         error = max(error, float(np.finfo(np.float32).eps) * self.call.length)
         far = float(_distance(y, self.value, self.size, error))
@@ -140,7 +140,7 @@ class Reference:
 
 
 def _reference(call: Contraction) -> Callable[[Operand, Operand], tuple[jax.Array, jax.Array]]:
-    """What computes the product of two operands in float32, and sum |a||b| of each element."""
+    """A function for the product of two operands in float32, and sum |a||b| of each element."""
 
     @partial(jax.jit, compiler_options=_options("xla"))
     def both(lhs: Operand, rhs: Operand) -> tuple[jax.Array, jax.Array]:
@@ -171,7 +171,7 @@ class Candidate:
         Args:
           name: of the implementation.
           call: of one shard.
-          sets: what lies in memory for its products.
+          sets: the pairs of operands in memory, one for each of its products.
 
         Raises:
           Exception: it cannot be lowered.
@@ -232,7 +232,7 @@ def _launches(call: Contraction) -> int:
 
 
 def _options(name: str) -> dict[str, int] | None:
-    """What the program of an implementation is compiled with."""
+    """The compiler's options for the program of an implementation."""
     return _UNTUNED if name == "xla" and _platform() == "gpu" else None
 
 

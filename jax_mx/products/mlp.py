@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax_mx.arrays.checks import float_dtype, implementation_of
 from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops.activations import Gated, row_of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
@@ -65,37 +65,37 @@ def mlp(
 ) -> jax.Array:
     """A perceptron: act(x @ w_gate_up + b_gate_up) @ w_down + b_down, see `gated`.
 
-    Operands of both products, and of their four gradients, are quantized as the recipe says (see
-    `dot_general`). It gives what `dot_general`, `gated` and `dot_general` give, bit for bit but for
-    what is rounded at random, in one function with one derivative: what the activation gives is
-    quantized both ways as it is made, and gate and up are kept in MX. Differentiable in reverse
-    mode with respect to all arrays.
+    The recipe says how operands of both products, and of their four gradients, are quantized (see
+    `dot_general`). The bits equal the results of `dot_general`, `gated` and `dot_general`, except
+    for rounding at random. One function has one derivative: the activation's result is quantized
+    both ways as it is made, and gate and up are kept in MX. The function is differentiable in
+    reverse mode with respect to all arrays.
 
     Args:
-      x: bfloat16, float16 or float32 (..., D). 32 divides D; there may be any number of rows. On
+      x: bfloat16, float16 or float32 (..., D). 32 divides D; the number of rows is free. On
         automatic meshes set the mesh (jax.set_mesh): without it, an x that is split along another
         axis than the first is gathered.
-      w_gate_up: (D, 2 I), all gates, then all ups, of an activation without a gate (D, I): floats
-        of any type, what `recipe.quantize_weight` makes of them, or a frozen `MXArray`, also
-        (2 I, D), with its blocks along D. 32 divides I. Or a pair of these, each (D, I): gates'
-        and ups', as checkpoints have them. x is quantized once for both; the gradient of x is the
-        sum of what each gives, added in x's dtype.
+      w_gate_up: (D, 2 I), all gates, then all ups; (D, I) for an activation without a gate. It is
+        floats of any type, a result of `recipe.quantize_weight`, or a frozen `MXArray`, also (2 I,
+        D), with its blocks along D. 32 divides I. It may be a pair of these, (D, I) for gates and
+        (D, I) for ups, as checkpoints have them. x is quantized once for both; the gradient of x is
+        the sum of both parts, added in x's dtype.
       w_down: (I, N), of the same types.
-      b_gate_up: floats (2 I,), or None; beside a pair of weights a pair of these, each (I,). The
+      b_gate_up: floats (2 I,), or None; with a pair of weights a pair of these, each (I,). The
         product is rounded to x's dtype, the bias is added in float32, and the sum is rounded again.
         Its gradient is summed in float32, 32 rows at a time where both gradients are quantized.
       b_down: floats (N,), or None; rounded and summed as b_gate_up is.
       activation: see `gated`.
-      interleaved: whether gates and ups come by turns along 2 I, not all gates first.
-      recipe: how floats are quantized, see `dot_general`; "floats" leaves them as they are.
-      residuals: what is kept of gate and up for the backward pass: "mx", MXFP8; "floats", as they
-        are; "inputs", nothing: the first product is computed again from the quantized x. With the
-        last two, gradients equal the three functions' gradients, but for the order of sums.
-        None: "mx" where a kernel makes the activation from one array of gates and ups, of windows
-        up to 128, so that it costs no pass; else "floats".
+      interleaved: whether gates and ups alternate along 2 I, not all gates first.
+      recipe: the rule for floats, see `dot_general`; "floats" leaves them as they are.
+      residuals: the form of gate and up that the backward pass keeps: "mx", MXFP8; "floats", as
+        they are; "inputs", nothing. For "inputs" it computes the first product again from the
+        quantized x. With the last two, gradients equal the three functions' gradients, except for
+        the order of sums. None: "mx" where a kernel makes the activation from one array of gates
+        and ups, with windows up to 128, so that it costs no pass; else "floats".
       precision: see `dot_general`.
       out_sharding: of the result, see `jax.lax.dot_general`. None: on a mesh with explicit axes,
-        rows are split as x's and columns as w_down's, but for axes that split both.
+        rows are split as in x and columns as in w_down, except by axes that split both.
       implementation: of all products, see `dot_general`; or None.
 
     Returns:
@@ -157,7 +157,7 @@ def mlp(
     f2, q2 = parts_of(w2)
     given = Inputs(x, None, f1, f2, b1, b2)
     leaves, tree = jax.tree.flatten((given, (q1, q2), None, recipes))
-    return layer(static, *tree.unflatten(primitive.vary_alike(*leaves)))
+    return layer(static, *tree.unflatten(private.vary_alike(*leaves)))
 
 
 # ---- what callers pass ---
@@ -247,10 +247,10 @@ def _gathered(x: Any, w: Any, layout: Arrangements) -> Any:
 
 
 def _plain_residuals(pair: bool, recipe: Recipe) -> str:
-    """What is kept of gate and up by default, where it costs no time.
+    """The default form in which gate and up are kept, "mx" where it costs no time.
 
-    Kernels that make the activation and its gradient read one array, and have windows of 32 and
-    128. Where there is none, to keep both in MX takes a pass there, and one back.
+    Kernels for the activation and its gradient read one array, and have windows of 32 and 128.
+    Without such a kernel MX takes one more pass to write and one to read.
     """
     windows = {recipe.window_in(product) for product in PRODUCTS}
     return "mx" if not pair and windows <= {BLOCK, 128} else "floats"

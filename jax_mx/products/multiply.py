@@ -1,14 +1,14 @@
 """Decide, then quantize, then multiply: products as JAX primitives.
 
 `mx_product` is one contraction of operands that are there. Its lowering asks decide.py which
-implementation serves it on the chips of the program, so that the choice stands in the lowered
-program, and vmap, shard_map, scan and export treat it as they treat `jax.lax.dot_general`.
+implementation serves it on the chips of the program. So the choice stands in the lowered program,
+and vmap, shard_map, scan and export treat the primitive as `jax.lax.dot_general`.
 
 `mx_step` joins quantizers and the products behind them. Some implementations multiply bfloat16. For
 such products one kernel quantizes an operand and writes the floats that its codes stand for, and
 codes only for the backward pass. A kernel that writes codes first moves 7 bytes an element instead
-of 5, for a gradient 10 instead of 6 (an H100, 2026-11-27, (16384, 7168) in MXFP8: 291 us and 209;
-411 and 245). The lowering knows what products multiply: XLA says there whether it splits the
+of 5, for a gradient 10 instead of 6. An H100 took 291 us and 209, 411 and 245 (2026-11-27, (16384,
+7168) in MXFP8). The lowering knows what products multiply: XLA says there whether it splits the
 program, and an export which chips it is for. So the lowering decides before a quantizer runs.
 Transformations see the step of codes. Policies of jax.checkpoint look into it, and find the names
 of codes there. An operand that no kernel gives as floats, say in windows, needs no step.
@@ -30,7 +30,8 @@ from jax.interpreters import mlir
 
 from jax_mx.arrays.sharding import is_explicit
 from jax_mx.facts.layouts import ROW_MAJOR_VALUES
-from jax_mx.lowering import primitive, registry, targets
+from jax_mx.launch import private, targets
+from jax_mx.lowering import derivatives, primitive, registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.contraction import (
@@ -57,7 +58,7 @@ def multiplied(contraction: Contraction) -> jax.Array:
     """The product: (batch..., free of lhs..., free of rhs...); over groups see `Numbers`."""
     parts = (contraction.lhs, contraction.rhs, contraction.sizes, contraction.like)
     leaves, tree = jax.tree.flatten(parts)
-    (y,) = product_p.bind(*primitive.vary_alike(*leaves), tree=tree, numbers=contraction.numbers)
+    (y,) = product_p.bind(*private.vary_alike(*leaves), tree=tree, numbers=contraction.numbers)
     return y
 
 
@@ -81,7 +82,7 @@ def _avals(*leaves: Any, tree: Any, numbers: Numbers) -> list:
         raise ValueError(f"ragged_dot: lhs of {left} does not fit rhs of {right}")
     shape = (left[-3 - a], right[-3 - b])
     shape = (contraction.groups, *shape) if numbers.groups == SUMS else shape
-    return [primitive.unsplit("mx_product", leaves, shape, numbers.dtype)]
+    return [private.unsplit("mx_product", leaves, shape, numbers.dtype)]
 
 
 def _batch(args: Any, dims: Any, *, tree: Any, numbers: Numbers) -> tuple[list, list]:
@@ -132,12 +133,12 @@ def _batch_dense(
     sharding = numbers.out_sharding
     if sharding is not None:
         spec = [*sharding.spec]
-        spec.insert(at, primitive.split_of_mapped(args, dims))
+        spec.insert(at, derivatives.split_of_mapped(args, dims))
         sharding = sharding.update(spec=jax.sharding.PartitionSpec(*spec))
     numbers = dataclasses.replace(
         numbers, batch=batch, contracting=contracting, out_sharding=sharding
     )
-    return product_p.bind(*primitive.vary_alike(*moved), tree=tree, numbers=numbers), [at]
+    return product_p.bind(*private.vary_alike(*moved), tree=tree, numbers=numbers), [at]
 
 
 def _lower(platform: str | None, ctx: Any, *leaves: Any, tree: Any, numbers: Numbers) -> Any:
@@ -176,7 +177,7 @@ def _lower_alone(
 
 
 def _no_second(*_: Any, numbers: Numbers, **__: Any) -> Any:
-    return primitive.no_second("ragged_dot" if numbers.groups else "dot_general")
+    return derivatives.no_second("ragged_dot" if numbers.groups else "dot_general")
 
 
 def _plain(avals: Sequence[Any], *, tree: Any, numbers: Numbers) -> Callable | None:
@@ -192,8 +193,8 @@ def _plain(avals: Sequence[Any], *, tree: Any, numbers: Numbers) -> Callable | N
     )
 
 
-product_p = primitive.define("mx_product", _avals, _lower, _batch, _no_second)
-primitive.bilinear(product_p, _plain, _no_second)
+product_p = private.define("mx_product", _avals, _lower, _batch, _no_second)
+derivatives.bilinear(product_p, _plain, _no_second)
 
 
 # ---- a quantizer and the products behind it ---
@@ -209,8 +210,8 @@ class Multiplication(NamedTuple):
       dtype: of the result.
       batch: how many dimensions of both operands are batch dimensions; they come first.
       summed: how many dimensions behind these it sums over, beside the contracted axis.
-      like: of a gradient the number of the form of what it is the gradient of, and which axis of
-        the result that form's contracted one is; XLA is to split the result as that.
+      like: for a gradient two numbers: the form of its operand, and the axis of the result that
+        this form contracts. XLA splits the result like the form.
       spec: the result's partition spec on a mesh with explicit axes; None: as operands have it.
       groups: see `Numbers`.
       align: see `Numbers`.
@@ -383,7 +384,7 @@ class Step:
         return run
 
     def _may_be_floats(self, operands: Operands) -> list[tuple[bool, bool]]:
-        """For each operand, which forms may come as floats: those that are read and not kept."""
+        """For each operand whether each form may come as floats: it is read and not kept."""
         read = {side for one in self.multiplications for side in (one.lhs, one.rhs)}
         read -= {*self.kept}
         may_be = [isinstance(x, Unquantized) and x.may_be_floats for x in operands]
@@ -493,9 +494,9 @@ def gives_floats(of_floats: Any, target: targets.Target) -> bool:
         )
 
 
-_no_second_step = functools.partial(primitive.no_second, "dot_general")
-step_p = primitive.define("mx_step", _step_avals, _lower_step, _batch_step, _no_second_step)
-primitive.looked_into(step_p, "codes")
+_no_second_step = functools.partial(derivatives.no_second, "dot_general")
+step_p = private.define("mx_step", _step_avals, _lower_step, _batch_step, _no_second_step)
+private.looked_into(step_p, "codes")
 
 
 def _without_unread(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
@@ -527,4 +528,4 @@ def _without_unread(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     return [True] * len(eqn.invars), eqn.replace(outvars=outvars, params=params)
 
 
-primitive.drops_unread(step_p, _without_unread)
+private.drops_unread(step_p, _without_unread)

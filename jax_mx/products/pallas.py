@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts.chips import TCGEN05
+from jax_mx.facts.tensor_cores import TCGEN05
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arrangements import padded
 from jax_mx.products.contraction import SUMS, Contraction, Served, refused

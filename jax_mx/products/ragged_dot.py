@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     Weight,
@@ -42,27 +42,28 @@ def ragged_dot(
     """jax.lax.ragged_dot with its operands in MX.
 
     The rows of lhs are sorted by group, and each group's rows meet a matrix of their own. Groups
-    may begin anywhere and be empty; their sizes stay on the device. Differentiable in reverse mode;
-    see `dot_general` for what is quantized, kept and multiplied. For the gradient of rhs, each
-    group is padded with zero rows to a multiple of 32, or of the recipe's window.
+    may begin anywhere and be empty; their sizes stay on the device. The function is differentiable
+    in reverse mode; `dot_general` explains the quantized operands, the residuals and the products.
+    For the gradient of rhs, each group is padded with zero rows to a multiple of 32, or of the
+    recipe's window.
 
     Args:
       lhs: floats (M, K): bfloat16, float16 or float32. 32 divides K.
-      rhs: floats (G, K, N); or what `Recipe.quantize_weight(w, contracting=1, batch=0)` makes of
-        them; or a frozen `MXArray` whose blocks run along the contracted axis, (G, K, N) or
-        (G, N, K): its axis says which; in square blocks (G, K, N).
-      group_sizes: integers (G,), how many rows each group has. Rows behind the last group's give 0;
-        of more rows than lhs has, those beyond do not count, and negative sizes are 0.
+      rhs: floats (G, K, N), or a result of `Recipe.quantize_weight(w, contracting=1, batch=0)`. It
+        may be a frozen `MXArray` whose blocks run along the contracted axis: (G, K, N), or (G, N,
+        K) with axis -1; in square blocks (G, K, N).
+      group_sizes: integers (G,), the number of rows of each group. Rows behind the last group give
+        0. Sizes beyond the rows of lhs do not count, and negative sizes are 0.
       precision: see `dot_general`.
-      preferred_element_type: of the result: bfloat16, float16 or float32; that of lhs by default.
-      group_offset: None, as JAX's own product wants it where it has no kernel.
-      recipe: how floats are quantized, see `dot_general`; a window "row" of wgrad is refused.
-      implementation: "cutedsl" (our kernels on Hopper), "cutedsl_r8" and others (these with tiles
-        of so many rows; not for gradients of rhs), "flydsl" (our kernels on AMD's chips),
-        "tcgen05" (our kernel on Blackwell), "blackwell" and "pallas" (JAX's Pallas kernels on
-        Blackwell and Hopper, after dequantizing), "dequantize" (jax.lax.ragged_dot, likewise),
-        "xla" (plain, runs everywhere); or None: what was measured to be the fastest, or is known to
-        be.
+      preferred_element_type: of the result: bfloat16, float16 or float32; the type of lhs by
+        default.
+      group_offset: None; the argument exists for JAX's signature.
+      recipe: the rule for floats, see `dot_general`; a window "row" of wgrad is refused.
+      implementation: None takes the fastest one that is measured or known. "xla" is plain and runs
+        everywhere. "cutedsl" has our kernels on Hopper; "cutedsl_r8" and its kin fix the rows in a
+        tile, and do not serve gradients of rhs. "flydsl" has our kernels on AMD's chips, "tcgen05"
+        our kernel on Blackwell. After dequantizing, "blackwell" and "pallas" take JAX's Pallas
+        kernels on Blackwell and Hopper, and "dequantize" takes jax.lax.ragged_dot.
       fallback: see `dot_general`.
 
     Returns:
@@ -97,7 +98,7 @@ def ragged_dot(
     unsplit(op, lhs, weight.floats, weight.quantized, sizes)
     operands = (lhs, None, weight.floats, weight.quantized, clamped(sizes, lhs.shape[0]))
     leaves, tree = jax.tree.flatten((*operands, recipe))
-    return product(static, *tree.unflatten(primitive.vary_alike(*leaves)))[:, : weight.columns]
+    return product(static, *tree.unflatten(private.vary_alike(*leaves)))[:, : weight.columns]
 
 
 def planned(

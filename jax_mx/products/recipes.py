@@ -94,16 +94,17 @@ class Product(Value):
     A pytree: keys and signs in it are data.
 
     Attributes:
-      format: of both operands instead of the recipe's, a `Format` or its name; or "bf16": the
-        operands are rounded to bfloat16 instead of being quantized; or "floats", of all three
-        products: they stay as they are. None: as the recipe says.
-      hadamard: a transform of both operands along the contracted axis, which the product does not
-        feel but for rounding; its size divides the contracted length. None: none.
-      rounding: of the gradient, in dgrad and wgrad; without a prescale. None: to nearest even.
-      window: how many elements along the contracted axis share an amax: 32, 128, 256 or "row";
-        of both operands, but for weights with a `weight_window`. In wgrad also "shard": the rows
-        that a device holds, see [training](training.md#windows-on-hopper). None: as the recipe
-        says.
+      format: of both operands, a `Format` or its name; None: the recipe's formats. "bf16": the
+        operands are rounded to bfloat16 instead of being quantized. "floats", for all three
+        products only: operands stay as they are.
+      hadamard: a transform of both operands along the contracted axis, or None. It changes the
+        product only by rounding; its size divides the contracted length.
+      rounding: a `Stochastic` without a prescale for the gradient, in dgrad and wgrad; None: to
+        nearest even.
+      window: the number of elements along the contracted axis that share an amax: 32, 128, 256 or
+        "row"; None: the recipe's window. It concerns both operands, except weights with a
+        `weight_window`. In wgrad also "shard": the rows that a device holds, see
+        [training](training.md#windows-on-hopper).
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
@@ -145,29 +146,30 @@ class Product(Value):
 class Recipe(Value):
     """How a product's operands are quantized, in its forward pass and in both gradients.
 
-    The products of y = lhs . rhs are: *forward*, lhs and rhs along the contracted axis; *dgrad*,
-    the gradient of lhs, from y's gradient and rhs, along rhs' free axis; *wgrad*, the gradient of
-    rhs, from lhs and y's gradient, along the rows of lhs. Every operand is quantized from its
-    floats, but for tokens that `moe` moved as codes. A frozen value and a pytree: keys and signs in
-    it are data, all else is static. Recipes are equal where all that is static is, and keys and
-    signs are the same arrays; so a recipe may be a static argument of `jax.jit`.
+    y = lhs . rhs has three products. *forward* takes lhs and rhs along the contracted axis.
+    *dgrad*, the gradient of lhs, takes y's gradient and rhs along the free axis of rhs. *wgrad*,
+    the gradient of rhs, takes lhs and y's gradient along the rows of lhs. Every operand is
+    quantized from its floats, except for tokens that `moe` moved as codes. A frozen value and a
+    pytree: its keys and signs are data, all else is static. Recipes are equal if their static parts
+    are equal and their keys and signs are the same arrays. So a recipe may be a static argument of
+    `jax.jit`.
 
     Attributes:
       lhs: format of the activations.
       rhs: of the weights.
       gradient: of y's gradient.
-      scaling: how scales follow from amaxes.
+      scaling: the rule from amaxes to scales.
       block: of rhs: 32, or (32, 32), where one quantized copy serves forward and dgrad.
-      window: how many elements along the contracted axis share an amax: 32, 128, 256 or "row", see
-        `quantize`; of products that name none. FP8 tensor cores multiply arrays of windows wider
-        than 32.
-      weight_window: of rhs instead, in all products, also (128, 128), which makes square blocks;
-        None: as the others.
-      forward: what the forward product does unlike the rest; None for nothing, "bf16" or a format
-        for `Product(format=...)`.
-      dgrad: likewise.
-      wgrad: likewise.
-      chosen: of a recipe that "auto" became, which one it is, and for which chips; else None.
+      window: the number of elements along the contracted axis that share an amax: 32, 128, 256 or
+        "row", see `quantize`. A product may name another one. FP8 tensor cores multiply arrays of
+        windows wider than 32.
+      weight_window: of rhs instead, in all products; also (128, 128), which makes square blocks.
+        None: the same as the others.
+      forward: a `Product` that says how the forward product differs, or None. "bf16" or a format
+        stands for `Product(format=...)`.
+      dgrad: the same for dgrad.
+      wgrad: the same for wgrad.
+      chosen: the name and the chips of a recipe that "auto" became; else None.
       weight: the operand of `dot_general`, `matmul` and `einsum` that is the weight, "lhs" or
         "rhs". The fields above call it rhs in either case. `Recipe.auto` says it of "auto".
     """
@@ -225,7 +227,7 @@ class Recipe(Value):
                     )
 
     def uses(self, operand: str) -> tuple[Use, Use]:
-        """How the two products that take an operand take it.
+        """The formats, transforms, roundings and windows of an operand in both its products.
 
         Args:
           operand: "lhs" (forward and wgrad), "rhs" (forward and dgrad), "gradient" (dgrad, wgrad).
@@ -260,7 +262,7 @@ class Recipe(Value):
 
             y = jax_mx.matmul(w, x, recipe=jax_mx.Recipe.auto(weight="lhs"))
 
-        Each call resolves it, as it does the name. Its formats say nothing.
+        Each call resolves it, as it does the name. Its formats have no meaning.
 
         Args:
           weight: "lhs" or "rhs", see `Recipe`.
@@ -284,7 +286,7 @@ class Recipe(Value):
 
     @property
     def units(self) -> Units:
-        """What the length is a multiple of that each product sums over."""
+        """The number that must divide each product's contracted length."""
         turns = [getattr(self, name).hadamard for name in PRODUCTS]
         return Units(*(max(BLOCK, turn.size if turn else 0) for turn in turns))
 
@@ -305,27 +307,28 @@ class Recipe(Value):
     ) -> QuantizedWeight:
         """Quantizes a weight once for many products with this recipe, in w's place.
 
-        For weights that several microbatches use in a step, or that `jax.checkpoint` would quantize
-        again; `quantize_weights` does it for a tree of them. w may be a float32 master beside
-        activations in bfloat16: it is read once and rounded once. Gradients reach w, in its dtype,
-        as if the products had quantized it themselves, and add up. To second derivatives, which
-        products of floats refuse, what is quantized here is a constant: they lack its part.
+        This saves time where several microbatches of a step use a weight, or where `jax.checkpoint`
+        would quantize it again. `quantize_weights` does it for a tree of weights. w may be a
+        float32 master of activations in bfloat16: it is read once and rounded once. Gradients reach
+        w, in its dtype, as if the products had quantized it themselves, and add up. Second
+        derivatives, which products of floats refuse, take the quantized weight as a constant: they
+        lack its part.
 
         Args:
           w: the weight's floats, of any rank from 2 on.
           contracting: the dimensions that products contract; 32 divides the product of their
-            lengths. -2 is that of a kernel (in, out).
+            lengths. The default -2 fits a kernel (in, out).
           batch: its batch dimensions, in the order in which the product names them.
-          dequantized: whether the quantized values are kept as bfloat16, which holds them exactly
-            but for those below 2^-133, instead of codes and scales. Implementation "dequantize"
-            need not make these floats in every product then. They take 4 bytes an element, for both
-            directions; codes and scales take 2.1 in MXFP8 and 1.1 in MXFP4. Implementations that
-            read the weight's codes do not serve such products: pass False for windows, for experts
-            and few rows on Hopper, and on chips with an MX product of their own.
+          dequantized: whether bfloat16 holds the quantized values, exactly down to 2^-133, instead
+            of codes and scales. Implementation "dequantize" then need not make these floats in
+            every product. They take 4 bytes an element for both directions; codes and scales take
+            2.1 in MXFP8 and 1.1 in MXFP4. Implementations that read the weight's codes do not serve
+            such products. Pass False for windows, for experts and few rows on Hopper, and on chips
+            with an MX product in hardware.
 
         Returns:
-          What `dot_general`, `matmul`, `einsum` and `mlp` take in place of the weight; with
-          contracting=1 and batch=0, what `ragged_dot` and `moe` take.
+          A weight for `dot_general`, `matmul`, `einsum` and `mlp`; with contracting=1 and batch=0,
+          for `ragged_dot` and `moe`.
 
         Raises:
           TypeError, ValueError: as `dot_general` does.
@@ -380,7 +383,7 @@ class Recipe(Value):
 
 
 def _along_one_axis(op: str, window: Any, *more: Window) -> Window:
-    """A window of activations and gradients; or of more that there are.
+    """Checks a window of activations and gradients; `more` allows further ones.
 
     Raises:
       TypeError, ValueError: it is none.
@@ -396,10 +399,10 @@ def _along_one_axis(op: str, window: Any, *more: Window) -> Window:
 
 
 def _product(name: str, value: Any) -> Product:
-    """What a recipe's product does unlike the rest.
+    """The `Product` that a recipe's argument stands for.
 
     Raises:
-      TypeError, ValueError: it is no such thing.
+      TypeError, ValueError: it stands for none.
     """
     if isinstance(value, Product):
         return value
@@ -485,9 +488,10 @@ MXFP4 = Recipe(MXFP4_E2M1, MXFP4_E2M1, MXFP4_E2M1, wgrad=Product(hadamard=Hadama
 def mxfp4_backward(key: jax.Array) -> Recipe:
     """MXFP8 in the forward product, MXFP4 in both gradients: arXiv 2502.20586, with MXFP8 for bf16.
 
-    Operands of dgrad and wgrad are rotated by Hadamard transforms of 16 elements, and y's gradient
-    is rounded at random, so that the mean of many roundings is the gradient itself. It keeps more
-    of the loss than `MXFP4`, whose forward product is in MXFP4 too; docs/training.md has figures.
+    Hadamard transforms of 16 elements rotate the operands of dgrad and wgrad. The gradient of y is
+    rounded at random, so that the mean of many roundings is the gradient itself. The loss stays
+    closer to bfloat16's than with `MXFP4`, whose forward product is in MXFP4 too; docs/training.md
+    has figures.
 
     Args:
       key: of `jax.random`, for the rounding. Each step and layer folds in a number of its own:

@@ -1,11 +1,12 @@
-"""How devices share a product, where XLA splits the program among them (lowering/partition.py).
+"""How devices share a product, where XLA splits the program among them (launch/partition.py).
 
-Each has a part of the rows, of the columns, of the batch or of what is contracted, and multiplies
-it as one device would. So codes move where operands lie otherwise, not the floats that they stand
-for. In a product over groups rows stay whole, as a device knows no sizes of its part.
+Each device has a part of the rows, the columns, the batch or the contracted elements, and
+multiplies it as one device would. Where operands lie elsewhere, their codes move, not floats. In a
+product over groups rows stay whole, as a device knows no sizes of its part.
 
 Operands in windows "shard" have as many windows along the contracted axis as the program has
-devices. One that a device holds whole is a row to it. Of several, each is a product by itself.
+devices. A window that a device holds whole is a row to it. A device with several windows computes
+one product for each.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import numpy as np
 
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.windows import ROW, SHARD, lengths_of
-from jax_mx.lowering import partition
-from jax_mx.lowering.partition import Rule, Split
+from jax_mx.launch import partition
+from jax_mx.launch.partition import Rule, Split
+from jax_mx.launch.targets import Target
 from jax_mx.lowering.plan import ProductPlan, described, plan_in
-from jax_mx.lowering.targets import Target
 from jax_mx.ops import metadata
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.products import kernel_plans, kernels
@@ -108,7 +109,7 @@ def _windows_of(contraction: Contraction, target: Target) -> int:
     sides = (contraction.lhs, contraction.rhs)
     for x, dims in zip(sides, contraction.numbers.contracting, strict=True):
         if isinstance(x, MXArray) and x.window == SHARD:
-            return target.shards_of(x.shape[dims[-1]])
+            return target.shards_of(x.shape[dims[-1]], BLOCK)
     return 1
 
 
@@ -138,7 +139,7 @@ def _obstacle(contraction: Contraction, target: Target) -> str:
 
 # ---- the rule ---
 def _rule(contraction: Contraction, windows: int) -> Rule:
-    """Which dimensions of operands and of the result are split together."""
+    """The dimensions of operands and of the result that are split together."""
     numbers, sides = contraction.numbers, (contraction.lhs, contraction.rhs)
     factors = [_factors(contraction, side) for side in (0, 1)]
     units: dict[str, int] = {}

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from jax_mx.arrays import views
 from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts.chips import TCGEN05
 from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR
-from jax_mx.lowering import targets
+from jax_mx.facts.tensor_cores import TCGEN05
+from jax_mx.launch import targets
 from jax_mx.ops.groups import Groups
 from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, is_along, refused
@@ -192,9 +192,9 @@ def _code_side(x: MXArray, contracting: Dims, batch: Dims) -> Side:
 
 
 def _lies(x: MXArray, order: Sequence[int], lead: int) -> bool:
-    """Whether tiles of scales are those of the matrices that the kernel has.
+    """Whether the kernel's matrices have the same tiles of scales as the array.
 
-    Tiles of an array with blocks along -2 are those of its last two axes swapped.
+    An array with blocks along -2 has the tiles of its transposed matrix.
     """
     same = [*order[:-2]] == [*range(x.ndim - 2)]
     return same and (lead == x.ndim - 2 or x.shape[order[-2]] % TILE == 0)

@@ -23,7 +23,7 @@ ROWS = 128  # of a tile, also of a tile of scales
 _DEPTH = 128  # bytes of a row that one step reads
 _TOGETHER = 8  # rows that lie together in shared memory
 _COLUMNS = 32  # of the result that go through shared memory at once
-_SHARED = 227 << 10  # bytes that a thread block may have, see facts/chips.py
+_SHARED = 227 << 10  # bytes that a thread block may have, see launch/chips.py
 _RESERVED = 2 << 10  # of them, for barriers and Pallas
 
 
@@ -40,12 +40,12 @@ class Side(NamedTuple):
 
 
 class Items(NamedTuple):
-    """What each row of thread blocks computes: int32 arrays of one length.
+    """The work of each row of thread blocks: int32 arrays of one length.
 
     Attributes:
-      lhs: the matrix of lhs; so are rhs and out.
-      rhs: see lhs.
-      out: see lhs.
+      lhs: the index of the matrix of lhs.
+      rhs: the index of the matrix of rhs.
+      out: the index of the matrix of the result.
       tile: the tile of 128 rows, of lhs and of the result.
       start: the first row of the tile that belongs to the item.
       stop: the row behind the last one; the tile may end behind the array.

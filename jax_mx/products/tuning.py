@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from jax_mx.arrays.checks import shown, whole
-from jax_mx.lowering import primitive, targets
+from jax_mx.launch import private, targets
 from jax_mx.lowering.barrier import notes_in
 from jax_mx.ops.progress import progress as progress_of
 from jax_mx.products import choices, measuring
@@ -117,32 +117,32 @@ def autotune(
 ) -> Choice:
     """Measures which implementation of each product in f is the fastest on this device.
 
-    Products are those of the trace of f, in its loops, branches and gradients too (pass
-    `jax.grad(loss)` for these), at their own shapes: of a shard under shard_map and on meshes with
-    explicit axes, global ones on meshes with automatic axes. Each candidate is compiled by itself,
-    compared with the implementation "xla" and timed on random operands, many launches in one
-    program, with a cold L2 cache. One that does not serve the product, fails, or differs by more
-    than products may is left out. Our kernels' tilings are candidates, too, those that have about
-    as many rows as the product. In a program of several processes all of them call this together;
-    process 0 measures, and all get its choice.
+    The trace of f has the products, in its loops, branches and gradients too (pass `jax.grad(loss)`
+    for these). Their shapes are a shard's under shard_map and on meshes with explicit axes, and
+    global on meshes with automatic axes. Each candidate is compiled by itself, compared with the
+    implementation "xla" and timed on random operands. One program has many launches, with a cold L2
+    cache. A candidate that does not serve the product, fails, or differs by more than products may
+    is left out. Our kernels' tilings with about as many rows as the product are candidates, too. In
+    a program of several processes all of them call this together; process 0 measures, and all get
+    its choice.
 
     Args:
       f: the function.
       *args: its arguments, arrays or jax.ShapeDtypeStruct; their values do not matter.
-      seconds: after which no further candidate is begun. Large products come first; those that
-        were not measured are left to the rule.
-      candidates: of each product, how many at most; the one by rule is among them.
+      seconds: the time after which no further candidate begins. Large products come first; the rule
+        decides for products that were not measured.
+      candidates: the most candidates of a product; the rule's choice is among them.
       progress: whether to say on stderr what is being measured.
 
     Returns:
-      What was measured: `print` shows a table, `save` writes it, `with` uses it.
+      The choice: `print` shows a table, `save` writes it, `with` uses it.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong type, or out of range.
-      RuntimeError: within a trace, where nothing can be measured; or process 0 failed.
+      RuntimeError: the call is within a trace, where nothing can be measured; or process 0 failed.
     """
     op = "autotune"
-    if primitive.is_tracing():
+    if private.is_tracing():
         raise RuntimeError(
             f"{op}: this is a trace, in which nothing can be measured; call it outside of jit, "
             "grad, vmap and the like, and use what it returns around them"
@@ -173,10 +173,10 @@ def entries_of(
     progress: bool,
     without: Sequence[str] = (),
 ) -> list[Measured]:
-    """What is known of calls, the largest first, as far as time goes.
+    """Measurements of calls, the largest first, as far as time goes.
 
     Args:
-      found: calls; those that name an implementation have nothing to choose.
+      found: calls; a call that names an implementation has nothing to choose.
       place: where they run.
       end: of the time, on the monotonic clock.
       limit: of candidates.
@@ -226,10 +226,10 @@ def _entry(
 
 
 def from_process_0(make: Callable[[], str]) -> str:
-    """What `make` gives in process 0, in all processes, which call this together.
+    """The result of `make` in process 0, for all processes, which call this together.
 
     Raises:
-      RuntimeError: it raised there; there, what it raised.
+      RuntimeError: it raised in process 0, where its own error is raised.
     """
     if jax.process_count() == 1:
         return make()
@@ -259,12 +259,13 @@ class Explained:
     """One call of a function.
 
     Attributes:
-      key: what it is.
-      count: how often it is in the trace.
+      key: the call in words.
+      count: the number of its occurrences in the trace.
       chosen: the implementation.
-      by: who chose it: "argument", "context", "JAX_MX_TUNING (<file>)", "table for <chip>", "rule".
-      costs: what was measured of the candidates: microseconds, or why one was left out; of the
-        first of the context, the file and the table that has the call.
+      by: the origin of the choice: "argument", "context", "JAX_MX_TUNING (<file>)", "table for
+        <chip>", "rule".
+      costs: microseconds of each candidate, or why it was left out. They come from the first of the
+        context, the file and the table that has the call.
       recipe: the name of the recipe that "auto" became; "" where the call passes another.
     """
 
@@ -278,12 +279,12 @@ class Explained:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """What serves the calls of a function; `print` shows a table.
+    """The implementations that serve the calls of a function; `print` shows a table.
 
     Attributes:
-      calls: in the order of the trace, the same ones together; of each its `key` and `count`, what
-        was `chosen` `by` whom, `costs`, and the `recipe` that "auto" became.
-      notes: what to know beside it, a sentence each.
+      calls: in the order of the trace, equal ones together. An entry has `key`, `count`, `costs`,
+        the implementation `chosen`, `by` which rule, and the `recipe` that "auto" became.
+      notes: further sentences for the reader.
     """
 
     calls: tuple[Explained, ...]
@@ -300,15 +301,15 @@ class Explanation:
 def explain(
     f: Callable[..., Any], *args: Any, device: jax.Device | str | None = None
 ) -> Explanation:
-    """Says which implementation serves each product in f, who chose it, what the others cost.
+    """Says which implementation serves each product in f, why, and how much the others cost.
 
-    Nothing is measured and nothing runs: the costs are those that the context's `Choice`, the file
-    of JAX_MX_TUNING or the package's table has.
+    Nothing is measured and nothing runs: the costs come from the context's `Choice`, the file of
+    JAX_MX_TUNING or the package's table.
 
     Args:
       f: a function; `jax.grad(loss)` has the gradients' products too.
       *args: its arguments, arrays or jax.ShapeDtypeStruct.
-      device: that it runs on, or a chip's name ("sm_90"); None: that of the arguments, or the
+      device: the device of f, or a chip's name ("sm_90"); None: the arguments' device, or the
         default one.
 
     Returns:

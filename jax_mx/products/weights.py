@@ -28,25 +28,25 @@ def quantize_weights(
         weights = jax_mx.quantize_weights(params["layers"], stacked=1)
         x, _ = jax.lax.scan(jax.checkpoint(layer), x, weights)
 
-    Call it outside of what `jax.checkpoint` computes again and of loops over microbatches. Floats
-    are read once, as they are: float32 masters need no copy in bfloat16. Products take what comes
-    out in the weight's place, beside activations of any float type, and give results of that type.
-    Gradients reach the floats, in their dtype, as `Recipe.quantize_weight` says. Codes and scales
-    of both directions take 2.1 bytes an element in MXFP8, or 1.03 in square blocks, until the step
-    ends. On a mesh they are split as the floats are; devices gather codes, for each pass those of
-    its direction.
+    Call the function outside of `jax.checkpoint` and of loops over microbatches. Floats are read
+    once, as they are: float32 masters need no copy in bfloat16. Products take a `QuantizedWeight`
+    with activations of any float type, and give results of that type. Gradients reach the floats,
+    in their dtype, as `Recipe.quantize_weight` says. Codes and scales of both directions take 2.1
+    bytes an element in MXFP8, or 1.03 in square blocks (not on Blackwell, whose products read two
+    arrays), until the step ends. On a mesh they are
+    split as the floats are; in each pass devices gather the codes of its direction.
 
     Args:
-      tree: a pytree, say parameters, or those of the layers.
+      tree: a pytree of parameters.
       recipe: of the products, see `dot_general`.
-      stacked: how many leading axes of each array count layers, which `jax.lax.scan` goes over.
-      select: says of a path, as `jax.tree_util` has it, and an array whether it is a weight; None:
-        all are that it could be.
+      stacked: the number of leading axes that count layers, for `jax.lax.scan`.
+      select: tells from a path of `jax.tree_util` and an array whether this is a weight; None:
+        every array that could be one is.
 
     Returns:
       The tree with a `QuantizedWeight` in place of each array of floats (K, N), behind stacked
-      axes, if 32 divides K. Products contract K. Other leaves stay: vectors, what is quantized
-      already, arrays with more axes, whose contracted ones `Recipe.quantize_weight` takes.
+      axes, if 32 divides K. Products contract K. Other leaves stay: vectors, quantized leaves, and
+      arrays with more axes, whose contracted axes `Recipe.quantize_weight` takes.
 
     Raises:
       TypeError, ValueError: the recipe is none, or stacked is no number of axes.

@@ -72,12 +72,6 @@ from jax_mx.reference.blocks import (
 from jax_mx.reference.blocks import (
     widened as widened,
 )
-from jax_mx.reference.norms import (
-    added as added,
-)
-from jax_mx.reference.norms import (
-    rms_norm as rms_norm,
-)
 from jax_mx.reference.products import (
     amaxes as amaxes,
 )

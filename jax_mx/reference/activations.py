@@ -32,8 +32,8 @@ _FAR = 128.0
 class Formula(NamedTuple):
     """A function of one number and its derivative.
 
-    What they compute with has the argument's dtype, float32 or float64. Factors that would be
-    subnormal are multiplied in two steps.
+    Their arithmetic has the argument's dtype, float32 or float64. A factor that would be subnormal
+    is multiplied in two steps.
     """
 
     part: Callable[[jax.Array], jax.Array]
@@ -147,7 +147,7 @@ FORMULAS: Mapping[str, Formula] = {
 
 
 def part(x: jax.Array, name: str) -> jax.Array:
-    """What an activation makes of gates, in their dtype, float32 or float64."""
+    """The activation of gates, without ups, in their dtype, float32 or float64."""
     return FORMULAS[ACTIVATIONS[name].unary].part(_cut(x, ACTIVATIONS[name]))
 
 
@@ -258,9 +258,9 @@ def gated_gradient(
     Products are float32: dy and weights, then both with `derivative`.
 
     Args:
-      each: see `gated`; so are weights and name.
-      weights: or None.
-      dy: the gradient of what `gated` gives, of its dtype.
+      each: see `gated`.
+      weights: see `gated`.
+      dy: the gradient of the result of `gated`, of its dtype.
       name: of the activation.
     """
     dy = flushed(dy.astype(jnp.float32))
@@ -295,7 +295,7 @@ def gated_exactly(each: Sequence[jax.Array], name: str) -> jax.Array:
 
 
 def _parts(gate: jax.Array, name: str, dtype: np.dtype) -> jax.Array:
-    """What `gated` multiplies: float32, of float32 gates that were of this dtype."""
+    """The first factor in `gated`: float32, of float32 gates that came from this dtype."""
     if dtype == jnp.bfloat16:
         return _rounded(flushed(part(gate, name)), ACTIVATIONS[name].rounding.part)
     unary = ACTIVATIONS[name].unary
@@ -313,7 +313,7 @@ def _parts(gate: jax.Array, name: str, dtype: np.dtype) -> jax.Array:
 
 
 def _rounded(x: jax.Array, rounding: Rounding | None) -> jax.Array:
-    """x with few bits; what is not finite stays."""
+    """x with few bits; infinities and NaNs stay."""
     if rounding is None:
         return x
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -179,8 +179,8 @@ def noise(
 ) -> jax.Array:  # (...) uint32 below 2^16, of length BLOCK along `block`
     """16 random bits for every element of a block; `block` are the dimensions that one spans.
 
-    Elements 2 j and 2 j + 1, in the order of a row-major block, share the word
-    mixed(mixed(seed) ^ j * 0x9E3779B9), the first one its lower half.
+    Elements 2 j and 2 j + 1, in the order of a row-major block, share the word mixed(mixed(seed) ^
+    j * 0x9E3779B9). The first one takes its lower half.
     """
     element = np.arange(BLOCK ** len(block), dtype=np.uint64)
     element = element.reshape([BLOCK if d in block else 1 for d in range(-seeds.ndim, 0)])
@@ -203,10 +203,10 @@ def hadamard(
     along: int = -1,
     over: int = -2,
 ) -> jax.Array:  # f32
-    """The transform of each `size` elements along a dimension, over which several are one group.
+    """The transform of each `size` elements along a dimension; several neighbours may form a group.
 
-    That is, where a dimension's length is less than `size`, element i of its neighbour at 2 j + 1
-    along `over` follows the last one of that at 2 j.
+    Where the dimension's length is less than `size`, neighbours along `over` continue each other:
+    the elements at 2 j + 1 follow the last element at 2 j.
     """
     x, stride = flushed(x), 1
     while stride < size:

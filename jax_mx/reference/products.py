@@ -12,9 +12,10 @@ from jax_mx.reference.ragged import clamped
 
 
 def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *sizes, plan: Any) -> list:
-    """y (T, N) = x (T, passes * K) @ W (G, N, K)^T; an x of several passes is their sum.
+    """y (T, N) = x (T, passes * K) @ W (G, N, K)^T; several passes of x are added.
 
-    Of a free W (G, K, N) x @ W, each pass with zeros up to a multiple of `UNIT` columns.
+    A free W is (G, K, N), and y = x @ W; each pass then has zeros up to a multiple of `UNIT`
+    columns.
     """
     w = _floats(codes, scales, plan.formats[-1])
     if plan.free:
@@ -81,7 +82,7 @@ def amaxes(x: jax.Array, *other: jax.Array, plan: Any) -> list:
 
 
 def _floats(codes: jax.Array, scales: jax.Array, format) -> jax.Array:
-    """What row-major codes and scales stand for, float32."""
+    """The dequantized floats of row-major codes and scales, float32."""
     blocks = codes.reshape(*scales.shape, BLOCK // format.codes_per_byte)
     floats = dequantize(blocks, scales[..., None], format, jnp.dtype(jnp.float32))
     return floats.reshape(*scales.shape[:-1], -1)

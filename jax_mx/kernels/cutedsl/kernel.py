@@ -1,4 +1,4 @@
-"""What the kernels share: entries, where scales lie, rows that lie anywhere."""
+"""The common parts of kernels: entries, where scales lie, rows that lie anywhere."""
 
 import dataclasses
 
@@ -13,12 +13,13 @@ from jax_mx.kernels import geometry, tuning
 from jax_mx.kernels.cutedsl import convert
 from jax_mx.kernels.entry import QuantizerEntry
 from jax_mx.kernels.geometry import Extents, Place
+from jax_mx.launch import cutedsl as launched
 
 PAD = 8  # bytes between rows in shared memory: room for words that straddle, and other banks
 
 
-class Kernel(QuantizerEntry):
-    """An entry, and the host half that makes it be compiled; subclasses have the `kernel`."""
+class Kernel(QuantizerEntry, launched.Kernel):
+    """An entry for an arch; subclasses have the `kernel`."""
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, layout, aligned)
@@ -27,19 +28,15 @@ class Kernel(QuantizerEntry):
         self.kept = aligned and self.tuned("keep")  # what `load` and `store` call kept
 
     def tuned(self, what: str):
-        """What this arch's table says for the entry: of a kernel its tile, or another decision."""
+        """The value of this arch's table for the entry: a kernel's tile, or another decision."""
         variant = self.variant
         where = (self.arch, variant, self.layout, self.aligned)
         return tuning.choose(f"{variant.op}.{what}", *where)
 
-    def arguments(self):
-        """Stand-ins of the host function's arguments, to compile it."""
-        types = [self.element_of(array) for array in self.signature.arrays]
-        pointers = tuple(
-            cute.runtime.make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-            for dtype, align in zip(types, self.align, strict=True)
-        )
-        return pointers, tuple((Int64 if s[0] == 8 else Int32)(BLOCK) for s in self.scalars)
+    @property
+    def types(self):
+        """The types behind its pointers."""
+        return [self.element_of(array) for array in self.signature.arrays]
 
     def element_of(self, array: Array):
         """The type that the kernel's pointer to an array has."""
@@ -66,13 +63,6 @@ class Kernel(QuantizerEntry):
     def scaled_pair(self, words: list, inverses: Uint32, format: Format):
         """`convert.scaled_pair`, for this entry's floats."""
         return convert.scaled_pair(words, inverses, self.conversion(format))
-
-    @cute.jit
-    def __call__(self, pointers, scalars):
-        # The real grid is the launch rule's.
-        self.kernel(pointers, scalars).launch(
-            grid=[1, 1, 1], block=[self.threads, 1, 1], cluster=[self.cluster, 1, 1]
-        )
 
 
 @cute.jit
@@ -138,9 +128,9 @@ _KEPT = "{ .reg .b64 kept; createpolicy.fractional.L2::evict_last.b64 kept, 1.0;
 def load(source, target, kept: bool, ahead: bool = False) -> None:
     """From global memory to registers, by vectors.
 
-    What is `kept` leaves the L2 cache last; what is not, but `ahead`, brings the 256 bytes around
-    it there, which others will want. Either is whole words, aligned as their vectors are; the rest
-    as a fragment's elements are.
+    Data that are `kept` leave the L2 cache last. Other data that are `ahead` bring the 256 bytes
+    around them there, which other threads will want. Both are whole words, aligned as their vectors
+    are; the rest is aligned as a fragment's elements are.
     """
     if not (kept or ahead):
         cute.autovec_copy(source, target)
@@ -240,7 +230,7 @@ def largest(a: Uint32) -> Uint32:
 # ---- scales ---
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """What a thread block of `Flat` covers: consecutive elements."""
+    """The consecutive elements that a thread block of `Flat` covers."""
 
     threads: int
     elements: int  # of one block, per thread and step

@@ -13,10 +13,10 @@ from jax_mx.facts.directions import LAST
 from jax_mx.facts.layouts import ScaleLayout
 from jax_mx.facts.variants import Variant
 from jax_mx.kernels.cutedsl.flat import Flat
-from jax_mx.kernels.cutedsl.norms import NormedTiled, Rows
 from jax_mx.kernels.cutedsl.preprocessed_tiles import PreprocessedTiled
 from jax_mx.kernels.cutedsl.tiled import Tiled
 from jax_mx.kernels.cutedsl.whole_rows import WholeRows
+from jax_mx.norms.cutedsl import NormedTiled, Rows
 
 # By a source's loader, where `Flat` and `Tiled` have none of that name: along rows, and others.
 KERNELS = {"rms_norm": (Rows, NormedTiled)}

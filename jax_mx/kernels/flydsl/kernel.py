@@ -1,10 +1,9 @@
-"""What the kernels share: entries, where scales lie, accesses of memory, lanes that exchange."""
+"""The common parts of kernels: entries, places of scales, accesses of memory, exchanges."""
 
 import math
 from collections.abc import Sequence
 from functools import partial
 
-import flydsl.compiler as flyc
 import flydsl.expr as fx
 from flydsl.expr import Int32, Int64, Uint8, Uint16, Uint32
 
@@ -148,7 +147,7 @@ class Strip:
         """(block, offset, whether there is such a block) of a lane's place in the strip.
 
         Lanes go through a tile row by row, the rows as they follow in memory. A place without a
-        block gives those of block 0.
+        block gives the block and the offset of block 0.
         """
         return self.next_to(*self.find(place), 0)
 
@@ -308,7 +307,7 @@ class Kernel(QuantizerEntry):
         self.arch = arch
 
     def aligned_to(self, name: str) -> int:
-        """What the address of one of its arrays is a multiple of, in bytes."""
+        """The number of bytes that divides the address of one of its arrays."""
         return self.align[self.signature.number(name)]
 
     def aligned_as(self, role: Role) -> int:
@@ -320,37 +319,3 @@ class Kernel(QuantizerEntry):
         variant = self.variant
         where = (self.arch, variant, self.layout, self.aligned)
         return tuning.choose(f"{variant.op}.{what}", *where)
-
-
-POINTERS = 10  # that `Host.host` has parameters for
-
-
-class Host:
-    """Makes the compiler emit entries; nothing calls what it compiles."""
-
-    def __init__(self, symbols: list[str], kernels: list[Kernel]):
-        self.symbols, self.kernels = symbols, kernels
-
-    @flyc.jit
-    def host(  # noqa: PLR0913  FlyDSL wants each argument by itself
-        self, name: fx.Constexpr, p0: fx.Pointer, p1: fx.Pointer, p2: fx.Pointer, p3: fx.Pointer,
-        p4: fx.Pointer, p5: fx.Pointer, p6: fx.Pointer, p7: fx.Pointer, p8: fx.Pointer,
-        p9: fx.Pointer, int32: Int32, int64: Int64,
-    ):  # fmt: skip
-        """`name` tells FlyDSL's cache that another variant is another function."""
-        for symbol, kernel in zip(self.symbols, self.kernels, strict=True):
-            pointers = (p0, p1, p2, p3, p4, p5, p6, p7, p8, p9)[: len(kernel.align)]
-            scalars = tuple(int64 if s[0] == 8 else int32 for s in kernel.scalars)
-            entry = type(kernel).__dict__["kernel"]
-            entry._name = symbol
-            # The real grid is the launch rule's.
-            kernel.kernel(pointers, scalars).launch(grid=(1, 1, 1), block=(kernel.threads, 1, 1))
-
-
-def compile_all(name: str, symbols: list[str], kernels: list[Kernel]):
-    """Entries of these symbols, as FlyDSL compiles them."""
-    if any(len(kernel.align) > POINTERS for kernel in kernels):
-        raise RuntimeError(f"{name}: Host.host passes {POINTERS} pointers; give it more")
-    address = flyc.from_c_void_p(Uint8, None, assumed_align=1)
-    host = Host(symbols, kernels).host
-    return flyc.compile(host, name, *[address] * POINTERS, Int32(0), Int64(0))

@@ -1,4 +1,4 @@
-"""What a program is lowered for: a platform and its chips, or one that a CPU stands in for."""
+"""The target of a lowering: a platform and its chips, or a chip that a CPU stands in for."""
 
 import contextlib
 import dataclasses
@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.interpreters import mlir
 
-from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts import chips as chip_table
-from jax_mx.facts.formats import BLOCK
-from jax_mx.lowering import store
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch import store
 
 
 class Emulated(NamedTuple):
-    """What the CPU stands in for (jax_mx.testing.emulate)."""
+    """The chip that the CPU stands in for (jax_mx.testing.emulate)."""
 
     chip: str
     device: int  # of the stand-in driver
@@ -45,11 +43,11 @@ def default_device() -> jax.Device:
 
 
 def chips_of_trace(arrays: Sequence[Any]) -> list[str]:
-    """The chips that what is being traced is for, as far as a trace knows.
+    """The chips of the function that is being traced, as far as a trace knows.
 
-    Those of the mesh that is set, else those of committed arrays, else those beside the default
-    device. On a machine without a GPU the chips that JAX_MX_ARCHS names, which programs are
-    compiled for there.
+    The mesh that is set has the chips, else committed arrays have them, else the default device's
+    machine. On a machine without a GPU they are the chips that JAX_MX_ARCHS names, for which
+    programs are compiled there.
     """
     if traced_for.value is not None:
         return list(traced_for.value)
@@ -142,14 +140,14 @@ def _chips(ctx: mlir.LoweringRuleContext, platform: str) -> list[str] | None:
 
 
 class Target(NamedTuple):
-    """What a call is lowered for.
+    """A platform and its chips, for which a call is lowered.
 
     Attributes:
       platform: JAX's name of it.
-      chips: as drivers name them; None for an export, which `primitive._support` finds chips for.
+      chips: as drivers name them; None for an export, which whoever lowers finds chips for.
       device: of the stand-in driver, in emulation.
       partitioned: whether XLA splits the program among several devices, at least along some axes.
-      devices: among how many.
+      devices: the number of these devices.
       is_mixed: whether a shard_map around it splits it along other axes.
       several: whether the program is lowered for other platforms, too.
     """
@@ -174,18 +172,18 @@ class Target(NamedTuple):
         """Whether the program carries its kernels, as it may leave this machine."""
         return self.chips is None
 
-    def shards_of(self, length: Any) -> int:
-        """How many windows "shard" an axis has: one for each device, or one, a row.
+    def shards_of(self, length: Any, unit: int) -> int:
+        """In how many equal parts devices may have an axis: one for each device, or one.
 
-        A row where an equal part for each device would not hold whole blocks.
+        One where a part for each device would not hold whole units.
         """
-        if is_symbolic(length) or length % (self.devices * BLOCK):
+        if jax.export.is_symbolic_dim(length) or length % (self.devices * unit):
             return 1
         return self.devices
 
 
 def target_of(ctx: mlir.LoweringRuleContext, platform: str | None) -> Target:
-    """What is lowered for, by a rule of this platform; None: of all that have no own rule."""
+    """The target of a rule of this platform; None: a rule of all platforms without their own."""
     platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
     chips, emulated = _chips(ctx, platform), emulation.value
     exports = ctx.module_context.lowering_parameters.for_export

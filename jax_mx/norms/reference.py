@@ -42,10 +42,10 @@ def sum_of_squares(x: jax.Array) -> jax.Array:
 def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> tuple[jax.Array, jax.Array]:
     """x / sqrt(mean(x^2) + eps) * weight, of x's dtype; and the factor of rows, float32 (..., 1).
 
-    The factor is sqrt(K / (sum + K eps)), in float64 from the sum on, eps being a float32. Of
-    bfloat16 and float16 it is rounded to float32, and x is multiplied by it, then by the weight, in
-    float32, a zero of its sign for each operand that is subnormal and each product less than
-    2^-126; of float32 the same is done in float64. The result is rounded once more, to x's dtype.
+    The factor is sqrt(K / (sum + K eps)), in float64 from the sum on, eps being a float32. For
+    bfloat16 and float16 it is rounded to float32 and multiplies x, and then the weight does, in
+    float32. A subnormal operand, and a product less than 2^-126, is a zero of its sign. For float32
+    the arithmetic is float64. The result is rounded once more, to x's dtype.
 
     Args:
       x: floats (..., K).

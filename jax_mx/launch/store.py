@@ -1,11 +1,11 @@
-"""Where kernels come from: a store of binaries by their content, filled on demand.
+"""The store of kernels: binaries by their content, compiled on demand.
 
 A program names a kernel by its sha256. The handler reads its bytes when the call is instantiated
 (ffi/launch.cc), from the folders that this module registers: `jax_mx/binaries`, which a wheel may
-bring, and a user's cache. Which sha256 a variant has on an arch, and how it is launched, stands in
-the package's manifest, or in the cache under the kernel's content key (facts/content.py).
+bring, and a user's cache. The package's manifest has the sha256 and the launch rules of each
+binary; the cache has them under the kernel's content key (launch/content.py).
 
-What neither holds is compiled, where its DSL is installed, in a process of its own (compiler.py).
+Where neither holds a binary, a process of its own compiles it, if its DSL is here (compiler.py).
 """
 
 import atexit
@@ -28,12 +28,11 @@ from typing import Any
 import jax
 
 from jax_mx import _ffi
-from jax_mx.facts import files, toolchains
-from jax_mx.facts.chips import ARCHS, arch_of
-from jax_mx.facts.content import key_of
-from jax_mx.facts.launch import Launch
-from jax_mx.facts.product_kernels import Binary
-from jax_mx.lowering import compiler
+from jax_mx.launch import compiler, files, toolchains
+from jax_mx.launch.binary import Binary
+from jax_mx.launch.chips import ARCHS, arch_of
+from jax_mx.launch.content import key_of
+from jax_mx.launch.rule import Launch
 
 TARGET = "jax_mx_launch"
 BINARIES = Path(__file__).parents[1] / "binaries"
@@ -45,8 +44,7 @@ class Artifact:
     """A compiled kernel.
 
     Attributes:
-      facts: sha256; launches: per scale layout, or per dtype of a product's result, the launch
-        rule, in the words of facts/launch.py.
+      facts: sha256; launches: by name, the launch rule, in the words of launch/rule.py.
       folder: where its binary lies, in a file called by its sha256.
       image: the binary.
     """
@@ -64,7 +62,7 @@ class Artifact:
         """One kernel's attributes of the custom call.
 
         Args:
-          launch: whose entries the call takes.
+          launch: the name of the launch whose entries the call takes.
           scalars: the values of scalars that have a name.
           carry: whether the call carries the binary, for a program that leaves this machine.
         """
@@ -96,15 +94,15 @@ def _absolute(path: str) -> Path | None:
 
 @functools.cache
 def manifest() -> dict[str, dict[str, Any]]:
-    """`{"<variant>.<arch>": facts}` for every binary that the package holds."""
+    """`{"<binary>.<arch>": facts}` for every binary that the package holds."""
     path = BINARIES / "manifest.json"
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
-def find(variant: Binary, arch: str) -> Artifact | None:
+def find(binary: Binary, arch: str) -> Artifact | None:
     """The kernel, if the package or the cache holds it whole; it is not compiled."""
-    key = key_of(variant, arch)
-    facts = manifest().get(f"{variant.name}.{arch}")
+    key = key_of(binary, arch)
+    facts = manifest().get(f"{binary.name}.{arch}")
     if facts is not None and facts["key"] == key:
         found = _whole(key, facts, BINARIES)
         if found is not None:
@@ -118,10 +116,10 @@ def find(variant: Binary, arch: str) -> Artifact | None:
 _brought: dict[str, Artifact] = {}  # by content key; also those that no disk took
 
 
-def packed(variant: Binary, arch: str, artifact: Artifact) -> dict[str, Any]:
+def packed(binary: Binary, arch: str, artifact: Artifact) -> dict[str, Any]:
     """A kernel as JSON has it."""
     image = base64.b64encode(artifact.image).decode()
-    return {"key": key_of(variant, arch), "facts": artifact.facts, "image": image}
+    return {"key": key_of(binary, arch), "facts": artifact.facts, "image": image}
 
 
 def unpack(kernel: Mapping[str, Any]) -> None:
@@ -200,37 +198,37 @@ def _alone(key: str, folder: Path | None) -> Iterator[None]:
 
 
 # ---- what lowering asks ---
-def obstacle(variant: Binary, arch: str) -> str:
+def obstacle(binary: Binary, arch: str) -> str:
     """Why a binary that is not here cannot be made, and what to do; empty where one can be had."""
-    return "" if find(variant, arch) else toolchains.obstacle(variant.implementation)
+    return "" if find(binary, arch) else toolchains.obstacle(binary.implementation)
 
 
-def lacking(variant: Binary, arch: str) -> str:
+def lacking(binary: Binary, arch: str) -> str:
     """That a binary is not here."""
-    return f"this installation holds no binary {variant.name} for {arch}"
+    return f"this installation holds no binary {binary.name} for {arch}"
 
 
-def get(variant: Binary, arch: str) -> Artifact:
+def get(binary: Binary, arch: str) -> Artifact:
     """The kernel, compiled if need be.
 
     Raises:
       compiler.CompileError: no binary is there and none can be made; says why.
     """
-    found = find(variant, arch) or _compiled(variant, arch)
-    if found.sha256 not in _interned:  # the handler has it from now on, whatever becomes of files
-        _ffi.intern(found.sha256, found.image)
-        _interned.add(found.sha256)
-    return found
+    artifact = find(binary, arch) or _compiled(binary, arch)
+    if artifact.sha256 not in _interned:  # the handler keeps it, whatever becomes of files
+        _ffi.intern(artifact.sha256, artifact.image)
+        _interned.add(artifact.sha256)
+    return artifact
 
 
 _interned: set[str] = set()
 
 
-def _compiled(variant: Binary, arch: str) -> Artifact:
+def _compiled(binary: Binary, arch: str) -> Artifact:
     """The kernel, compiled now; or by another process while this one waited."""
-    if why := obstacle(variant, arch):
-        raise compiler.CompileError(f"{lacking(variant, arch)}; {why}")
-    key, folder = key_of(variant, arch), writable_cache()
+    if why := obstacle(binary, arch):
+        raise compiler.CompileError(f"{lacking(binary, arch)}; {why}")
+    key, folder = key_of(binary, arch), writable_cache()
     with _alone(key, folder):
         found = None if folder is None else _cached(key, folder)  # by whoever had the lock before
         if found is not None:
@@ -238,9 +236,9 @@ def _compiled(variant: Binary, arch: str) -> Artifact:
         if key in _failed:
             raise _failed[key]
         place = folder or "the memory of this process"
-        logger.warning("jax_mx: compiling %s for %s (kept in %s)", variant.name, arch, place)
+        logger.warning("jax_mx: compiling %s for %s (kept in %s)", binary.name, arch, place)
         try:
-            image, facts = compiler.compile_kernel(variant, arch, folder)
+            image, facts = compiler.compile_kernel(binary, arch, folder)
         except compiler.DiskError:
             raise  # the next time there may be room
         except compiler.CompileError as error:
@@ -254,9 +252,9 @@ _failed: dict[str, compiler.CompileError] = {}
 
 
 def exported(chips: Sequence[str]) -> list[str]:
-    """Those of `chips` that exported programs carry kernels for: of JAX_MX_ARCHS, or all.
+    """The chips that exported programs carry kernels for: as JAX_MX_ARCHS says, or all.
 
-    "none" is for none, "native" for all: it is of the machine that builds, not of this one.
+    "none" stands for none. "native" stands for all here: it means the machine that builds.
 
     Raises:
       ValueError: JAX_MX_ARCHS has a name that is neither an arch's nor a chip's.

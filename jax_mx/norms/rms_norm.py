@@ -8,26 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx import reference
 from jax_mx.arrays.checks import array_of, flag, shown
 from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
 from jax_mx.facts.formats import Format
-from jax_mx.lowering import primitive
+from jax_mx.launch import private
+from jax_mx.lowering import derivatives
+from jax_mx.norms import reference
+from jax_mx.norms.reference import settled
+from jax_mx.norms.source import NormSource
 from jax_mx.ops.activations import Of
 from jax_mx.ops.mxarray import MXArray
 from jax_mx.ops.quantize import quantizer_of
-from jax_mx.reference.norms import settled
-from jax_mx.sources.rms_norm import NormSource
 
 
 class Normed(NamedTuple):
-    """What `rms_norm` gives; None for what was not asked for.
+    """The results of `rms_norm`; None for each one that the caller did not ask for.
 
     Attributes:
       floats: (..., K), of x's dtype; a NaN has the bits that `MXArray.dequantize` gives it.
       quantized: an `MXArray`; or a pair, as `quantize_both` gives it.
-      sum: x + residual, of x's dtype; NaNs likewise.
-      factors: float32 (...,), by which rows were multiplied: 1 / sqrt(mean(x^2) + eps).
+      sum: x + residual, of x's dtype, with NaNs of the same bits.
+      factors: float32 (...,), the factors of rows: 1 / sqrt(mean(x^2) + eps).
     """
 
     floats: jax.Array | None = None
@@ -51,10 +52,10 @@ def rms_norm(
     factors: bool = False,
     **options: Any,
 ) -> Normed:
-    """x / sqrt(mean(x^2) + eps) * weight along the last axis, as floats, quantized, or both.
+    """x / sqrt(mean(x^2) + eps) * weight along the last axis, as floats, codes, or both.
 
-    The bits of the result are defined, and within one unit in the last place of x's dtype of the
-    exact number. An operand or a result that is subnormal in float32 is a zero of its sign::
+    The bits of the result are defined. They are within one unit in the last place of x's dtype of
+    the exact number. An operand or a result that is subnormal in float32 is a zero of its sign::
 
         total = the sum of x^2, in this order: sums[j] of the squares of elements j, j + 2048,
             j + 4096 ..., one after the other; then neighbours among the 2048 are added, 0 and 1,
@@ -64,34 +65,34 @@ def rms_norm(
         y = (x * factor) * weight, in float32, for which the factor is rounded before; of a float32
             x in float64
 
-    and y is rounded to x's dtype, and that is quantized. A NaN in x makes its row NaN; of a row
-    with an infinity, or squares beyond float32, elements are 0, and NaN where x is infinite.
+    and y is rounded to x's dtype before it is quantized. A NaN in x makes its row NaN. A row with
+    an infinity, or with squares beyond float32, becomes 0, and NaN where x is infinite.
 
-    Where floats are given, differentiable in any mode, any number of times, to x, residual and
-    weight, for floats, sum and factors; in float32, from sum and factors, which is all that is
-    kept. Codes have no derivative.
+    A call that returns floats has derivatives of floats, sum and factors to x, residual and weight,
+    in any mode, any number of times. They are computed in float32 from sum and factors; only these
+    are kept. Codes have no derivative.
 
     Args:
       x: bfloat16, float16 or float32 (..., K), K at least 1.
       weight: floats (K,), or None for ones.
       eps: a finite number, at least 0.
-      residual: of x's shape and dtype, or None: it is added to x first, in float32, and rounded to
-        x's dtype; that sum is normed, and given too.
-      format: what the result is quantized to, see `quantize`; None: not. One kernel
-        norms and quantizes in the cases of a table under "Activations" in docs/formats.md; of
-        others, of `rows` of the result, and on AMD, XLA norms before.
-      both: whether it is quantized along the last axis and along the one before, by
-        `quantize_both`; else along the last one.
-      floats: whether floats are given; None: where there is no format.
-      factors: whether the factors of rows are given.
-      options: of `quantize` or `quantize_both`, beside the format and an activation; `rows` are
-        those of the result, and sum and factors have all rows.
+      residual: of x's shape and dtype, or None. The sum with x is computed in float32 and rounded
+        to x's dtype; the function norms and returns it.
+      format: of the quantized result, see `quantize`; None: the result is floats. The table under
+        "Activations" in docs/formats.md lists the cases in which one kernel norms and quantizes. In
+        other cases, with `rows` of the result, and on AMD, XLA norms first.
+      both: whether `quantize_both` quantizes the result along its last two axes; otherwise
+        `quantize` does along the last one.
+      floats: whether the floats are returned; None: only without a format.
+      factors: whether the factors of rows are returned.
+      options: other keywords of `quantize` or `quantize_both`; `activation` is none of them. `rows`
+        picks rows of the result; sum and factors have all rows.
 
     Returns:
       A `Normed`.
 
     Raises:
-      TypeError: a dtype that is none of those, or an argument of the wrong type.
+      TypeError: another dtype, or an argument of the wrong type.
       ValueError: shapes that do not fit, an eps that is negative or no number.
     """
     op = "rms_norm"
@@ -118,7 +119,7 @@ def rms_norm(
     by_rows = options.get("rows") is not None  # of the result, whose padding is zeros
     x, residual, weight = _whole(x, residual, weight)
     leaves, tree = jax.tree.flatten((x, residual, weight))
-    operands = tree.unflatten(primitive.vary_alike(*leaves) if len(leaves) > 1 else leaves)
+    operands = tree.unflatten(private.vary_alike(*leaves) if len(leaves) > 1 else leaves)
     stop = jax.lax.stop_gradient if wanted else lambda y: y  # codes have no derivative
     eps = float(np.float32(eps))
     y = quantized = None
@@ -173,7 +174,7 @@ def _plain(factor: jax.Array) -> jax.Array:
 def _quantized(
     x: Any, residual: Any, weight: Any, quantizer: Any, eps: float, floats: bool
 ) -> tuple:
-    """What a quantizer gives, the factors of rows, x plus residual; and the floats, if wanted."""
+    """A quantizer's results, the factors of rows, x plus residual; and the floats, if wanted."""
     added = () if residual is None else (residual,)
     weights = _weights(weight, x.shape[-1])
     norm = Of(NormSource(eps, bool(added), floats), (*added, weights))
@@ -209,9 +210,9 @@ def _normed(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) ->
             return [*itertools.compress(of_all, asked)]
 
         kept = (*outs[1:], tree.unflatten(args)[-1])
-        return primitive.linear(transposed, kept, [t for t in tangents if t is not None], outs)
+        return derivatives.linear(transposed, kept, [t for t in tangents if t is not None], outs)
 
-    return primitive.derived(given, leaves, tangents_of)
+    return derivatives.derived(given, leaves, tangents_of)
 
 
 def _gradients(kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, Any]:

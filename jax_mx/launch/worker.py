@@ -1,12 +1,13 @@
 """Compiles kernels for another process: `python worker.py FD`.
 
-Reads lines of JSON from standard input, {"variant": ..., "arch": arch}, and writes one for each to
+Reads lines of JSON from standard input, {"binary": ..., "arch": arch}, and writes one for each to
 the file descriptor FD: {"image": base64, "facts": ...} or {"error": sentence}. Ends with its input.
-A variant is a `Binary` in base64, as pickle has it.
+A binary (binary.py) is in base64, as pickle has it.
 """
 
 import base64
 import hashlib
+import importlib
 import json
 import os
 import pickle
@@ -21,31 +22,29 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def without_jax() -> None:
-    """Makes `jax_mx.facts` and `jax_mx.kernels` importable without the package's __init__.
+    """Makes the modules of `jax_mx` importable without the __init__ of it and of `launch`.
 
-    That would import JAX, which a compiler does not need and a build may not have.
+    These would import JAX, which a compiler does not need and a build may not have.
     """
-    package = types.ModuleType("jax_mx")
-    package.__path__ = [str(PACKAGE)]
-    sys.modules["jax_mx"] = package
-    here = str(PACKAGE / "kernels")  # has folders that are called as the DSLs are
+    for name, folder in (("jax_mx", PACKAGE), ("jax_mx.launch", PACKAGE / "launch")):
+        package = types.ModuleType(name)
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    here = str(PACKAGE / "launch")  # has modules that are called as the DSLs are
     sys.path[:] = [path for path in sys.path if path != here]
 
 
-def compiled(variant, arch: str) -> tuple[bytes, dict[str, Any]]:
-    """The binary, and its facts: name, abi, key, sha256, launches."""
-    from jax_mx.facts.content import key_of
-    from jax_mx.facts.launch import ABI
+def compiled(binary, arch: str) -> tuple[bytes, dict[str, Any]]:
+    """The bytes of a binary, and its facts: name, abi, key, sha256, launches."""
+    from jax_mx.launch.content import key_of
+    from jax_mx.launch.rule import ABI
 
-    if variant.implementation == "cutedsl":
-        from jax_mx.kernels.cutedsl import compile as backend
-    else:
-        from jax_mx.kernels.flydsl import compile as backend
-    image, facts = backend.compile_variant(variant, arch)
+    module, _, function = binary.compiled_by.partition(":")
+    image, facts = getattr(importlib.import_module(module), function)(binary, arch)
     names = {
-        "name": f"{variant.name}.{arch}",
+        "name": f"{binary.name}.{arch}",
         "abi": ABI,  # of the launch rules
-        "key": key_of(variant, arch),
+        "key": key_of(binary, arch),
         "sha256": hashlib.sha256(image).hexdigest(),
     }
     return image, {**names, **facts}
@@ -58,8 +57,8 @@ def main(descriptor: str) -> None:
         for line in sys.stdin:
             request = json.loads(line)
             try:
-                variant = pickle.loads(base64.b64decode(request["variant"]))
-                image, facts = compiled(variant, request["arch"])
+                binary = pickle.loads(base64.b64decode(request["binary"]))
+                image, facts = compiled(binary, request["arch"])
                 answer = {"image": base64.b64encode(image).decode(), "facts": facts}
             except Exception as error:
                 text = re.sub(r"\x1b\[[0-9;]*m", "", f"{type(error).__name__}: {error}")

@@ -1,17 +1,18 @@
 """Calls that XLA splits among devices by the name of their target.
 
-A primitive's lowering emits such a call where XLA splits the program. The call has a `Rule`: which
-dimensions of its arrays are split together, and which of them are summed over. XLA asks for the
-program of a shard when it compiles. That is a function of a name in `SHARDS`, of operands of which
-a device has a part. Partial sums are added up behind it, or scattered where the result is split.
+A primitive's lowering emits such a call where XLA splits the program. The call has a `Rule`: the
+dimensions of its arrays that are split together, and the dimensions that are summed over. XLA asks
+for the program of a shard when it compiles. This program is a function of a name in `SHARDS`, and
+takes a device's parts of the operands. Partial sums are added up behind it, or scattered where the
+result is split.
 
-Names and numbers alone stand in the program, no pointer. So it is the same text in all processes,
-and lives in JAX's persistent cache and in exports. The mesh is not there: XLA says of each array
-how devices have it, and devices are counted in axes of prime sizes, p0, p1 ...
+The program has names and numbers, and no pointer. So it is the same text in all processes, and
+lives in JAX's persistent cache and in exports. It has no mesh: XLA says how devices hold each
+array, and devices are counted in axes of prime sizes, p0, p1 ...
 
 >>> rule = Rule((("m", "k"), ("n", "k")), (("m", "n"),), {"m": 64, "n": 32, "k": 8}, ("k",))
->>> shapes = ((64, 256), (32, 256), (64, 32))  # parts of k are blocks of 32
->>> splits = ((("p0",), ("p1",)), ((), ("p1",)), (("p0",), ()))  # by array and dimension
+>>> shapes = ((64, 256), (32, 256), (64, 32))  # parts of k are blocks of 32.
+>>> splits = ((("p0",), ("p1",)), ((), ("p1",)), (("p0",), ()))  # by array and dimension.
 >>> chosen(rule, shapes, splits, {"p0": 2, "p1": 2}).axes
 {'m': ('p0',), 'k': ('p1',)}
 """
@@ -29,12 +30,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts import chips as chip_table
-from jax_mx.lowering import primitive, store
-from jax_mx.lowering.targets import Target
+from jax_mx.launch import calls, private, store
+from jax_mx.launch import chips as chip_table
+from jax_mx.launch.targets import Target
 
 TARGET = "jax_mx_split"
+# For jax.export.export(..., disabled_checks=DISABLE_EXPORT_CHECKS): an exported program carries
+# its kernels; jax_mx must be imported where it runs.
+DISABLE_EXPORT_CHECKS = [
+    jax.export.DisabledSafetyCheck.custom_call(target) for target in (store.TARGET, TARGET)
+]
 Axes = tuple[str, ...]  # of devices
 Dims = tuple[str, ...]  # a factor for each dimension of an array; "": it stays whole
 
@@ -49,10 +54,10 @@ class Rule(NamedTuple):
         elements for each part, and one part is whole.
       summed: the factors that results are sums over.
       unread: how many operands at the end no device reads: results are to be split as they are.
-      named: for each array its dimensions as XLA is to see them, where it is to take fewer splits
-        over from one array for others than factors say; empty: as factors say.
-      equal: for each operand the factors along which its elements are equal, as the scales of a row
-        are: a device that has a part knows all; empty: there are none.
+      named: for each array the dimensions for XLA, where fewer splits pass from one array to others
+        than factors say; empty: as factors say.
+      equal: for each operand the factors along which its elements are equal, so that a device that
+        has a part knows all; empty: there are none.
     """
 
     operands: tuple[Dims, ...]
@@ -120,7 +125,7 @@ def obstacle(target: Target, avals: Sequence[Any]) -> str:
     """Why XLA cannot split a call of these arrays by a rule; empty where it can."""
     if target.is_mixed:
         return "is not split along axes that a jax.shard_map around it leaves to XLA"
-    if any(is_symbolic(n) for aval in avals for n in aval.shape):
+    if any(jax.export.is_symbolic_dim(n) for aval in avals for n in aval.shape):
         return "is not split where lengths are symbolic"
     return ""
 
@@ -307,12 +312,12 @@ def _shard(config: Mapping[str, Any], split: Split) -> Callable[..., list]:
     summed = tuple(dict.fromkeys(names))  # once, where two factors are taken to have one axis
 
     def shard(*operands: jax.Array) -> list:
-        outs = local(*map(primitive.of_dtype, operands, dtypes))
+        outs = local(*map(private.of_dtype, operands, dtypes))
         if summed:
             pairs = zip(outs, rule.results, strict=True)
             outs = [_added(y, dims, summed, split) for y, dims in pairs]
             outs = [y.astype(dtype) for y, dtype in zip(outs, results, strict=True)]
-        return [*map(primitive.as_bytes, outs)]
+        return [*map(private.as_bytes, outs)]
 
     return shard
 
@@ -350,28 +355,28 @@ def _partition(arg_shapes, arg_shardings, result_shape, result_sharding, text):
     for kernel in config.get("kernels", ()):
         if "carried" in kernel:
             store.unpack(kernel["carried"])
-    avals, results = map(primitive.avals_of, (arg_shapes, [result_shape]))
-    wanted = primitive.parts_of(result_sharding, len(results))
+    avals, results = map(private.avals_of, (arg_shapes, [result_shape]))
+    wanted = private.parts_of(result_sharding, len(results))
     splits = _read_splits(config, (*avals, *results), (*arg_shardings, *wanted))
     split, shard, operands, specs = shard_of(config, avals, results, splits)
-    module = primitive.shard_module(TARGET, shard, operands, split.sizes, config["platform"])
+    module = private.shard_module(TARGET, shard, operands, split.sizes, config["platform"])
     ins, outs = _shardings(config, split, specs)
-    return primitive.bytecode(module), ins, primitive.joined(result_shape, outs)
+    return private.bytecode(module), ins, private.joined(result_shape, outs)
 
 
 def _infer(arg_shapes, arg_shardings, result_shape, text):
     """XLA's question before Shardy: how results lie for operands that do."""
     config = json.loads(text)
-    avals, results = map(primitive.avals_of, (arg_shapes, [result_shape]))
+    avals, results = map(private.avals_of, (arg_shapes, [result_shape]))
     unknown = [None] * len(results)
     splits = _read_splits(config, (*avals, *results), (*arg_shardings, *unknown))
     split, _, _, specs = shard_of(config, avals, results, splits)
-    return primitive.joined(result_shape, _shardings(config, split, specs)[1])
+    return private.joined(result_shape, _shardings(config, split, specs)[1])
 
 
 def _shardings(config: Mapping[str, Any], split: Split, specs: Sequence) -> tuple[list, list]:
     """XLA's shardings of operands, of which the axes are known, and of results."""
-    of = functools.partial(primitive.sharding_of, split.sizes)
+    of = functools.partial(private.sharding_of, split.sizes)
     results = [split.spec(dims, is_result=True) for dims in _rule(config).results]
     return [*map(of, specs)], [*map(of, results)]
 
@@ -381,7 +386,7 @@ def _read_splits(config: Mapping, avals: Sequence, shardings: Sequence) -> tuple
     best: tuple[dict, list] | None = None
     for sizes in _orders(config["devices"]):
         specs = [
-            [] if sharding is None else primitive.split_in(sharding, sizes, len(aval.shape))
+            [] if sharding is None else private.split_in(sharding, sizes, len(aval.shape))
             for sharding, aval in zip(shardings, avals, strict=True)
         ]
         known = sizes, [spec or [] for spec in specs]
@@ -411,10 +416,10 @@ def _kernels(config: Mapping[str, Any], avals: Sequence[Any], target: Target) ->
     One that may leave this machine carries them. Kernels may depend on the split: all and nothing
     are tried, of the whole arrays, as no kernel depends on their shapes.
     """
-    needed: primitive.Kernels = {}
+    needed: calls.Kernels = {}
     rule = _rule(config)
     reads = functools.partial(IN_PARTS[config["name"]], config["parameters"])
-    whole = [(a.shape, primitive.moved_as(a.dtype)) for a in avals[: rule.read]]
+    whole = [(a.shape, private.moved_as(a.dtype)) for a in avals[: rule.read]]
     parts = [(2, *shape[:-1], shape[-1] // 2) for shape, _ in whole]
     apart = [
         (part if reads(i, part) else shape, dtype)
@@ -425,9 +430,9 @@ def _kernels(config: Mapping[str, Any], avals: Sequence[Any], target: Target) ->
         split = Split({"p0": target.devices}, dict.fromkeys(rule.parts, names), {})
         shard = _shard(config, split)
         operands = [jax.ShapeDtypeStruct(*each) for each in types]
-        with primitive.kernels_needed() as more:
+        with calls.kernels_needed() as more:
             where = (split.sizes, target.platform, not target.carries)
-            primitive.shard_module(TARGET, shard, operands, *where)
+            private.shard_module(TARGET, shard, operands, *where)
         needed |= more
     kernels = []
     for (binary, arch), artifact in needed.items():
@@ -447,7 +452,7 @@ def call(
     operands: Sequence[Any],
     target: Target,
 ) -> Sequence[Any]:
-    """Emits a call that XLA splits. Codes and scales go in and come out as uint8, and move so.
+    """Emits a call that XLA splits. Floats of a byte go in and come out as uint8, and move so.
 
     XLA's collectives know not all dtypes of a byte, and make wider ones of those on some platforms.
 
@@ -457,7 +462,7 @@ def call(
       parameters: of what a device computes, as JSON has them.
       rule: how arrays are split.
       operands: MLIR values.
-      target: what is lowered for.
+      target: of the lowering.
     """
     config: dict[str, Any] = {
         "name": name,
@@ -470,7 +475,7 @@ def call(
     if target.platform in chip_table.DSLS:
         config["kernels"] = _kernels(config, ctx.avals_in, target)
     text = json.dumps(config, sort_keys=True)
-    return primitive.split_call(ctx, TARGET, text, _sdy(rule, ctx), operands)
+    return private.split_call(ctx, TARGET, text, _sdy(rule, ctx), operands)
 
 
 def _sdy(rule: Rule, ctx: Any) -> tuple[str, dict[str, Any]]:
@@ -502,4 +507,4 @@ def _sdy(rule: Rule, ctx: Any) -> tuple[str, dict[str, Any]]:
     return text, kinds
 
 
-primitive.register_partitioner(TARGET, _partition, _infer)
+private.register_partitioner(TARGET, _partition, _infer)

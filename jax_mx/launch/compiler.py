@@ -1,8 +1,8 @@
 """Compiles kernels on demand, in processes of their own: a library never imports a kernel DSL.
 
-There is one process per DSL (two DSLs cannot share one), started at the first kernel and kept, as
-importing a DSL takes longer than compiling with it. It reads requests from its standard input and
-answers on a pipe, one line of JSON each; see kernels/worker.py.
+There is one process per DSL, as two DSLs cannot share one. It starts at the first kernel and stays,
+as importing a DSL takes longer than compiling with it. It reads requests from its standard input
+and answers on a pipe, one line of JSON each; see launch/worker.py.
 """
 
 import atexit
@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jax_mx.facts import files
-from jax_mx.facts.chips import ARCHS
-from jax_mx.facts.content import PACKAGE
-from jax_mx.facts.product_kernels import Binary
+from jax_mx.launch import files
+from jax_mx.launch.binary import Binary
+from jax_mx.launch.chips import ARCHS
 
+WORKER = Path(__file__).with_name("worker.py")
 TIMEOUT = 300  # seconds for one kernel, far more than any took on a busy machine
 
 
@@ -52,7 +52,7 @@ class Worker:
         """Its answer to a request.
 
         Args:
-          request: what is compiled.
+          request: the description of the binary.
           bytecode: the folder in which a process that is started keeps byte code.
           scratch: the folder of its temporary files; None: where Python puts them.
 
@@ -106,7 +106,7 @@ class Worker:
         self.answers = os.fdopen(answers, "rb")
         try:
             self.process = subprocess.Popen(
-                [sys.executable, str(PACKAGE / "kernels" / "worker.py"), str(give)],
+                [sys.executable, str(WORKER), str(give)],
                 stdin=subprocess.PIPE,
                 stdout=self.errors,
                 stderr=self.errors,
@@ -162,12 +162,12 @@ def _with_room(folders: Sequence[Path]) -> Path | None:
 
 
 def compile_kernel(
-    variant: Binary, arch: str, folder: Path | None = None
+    binary: Binary, arch: str, folder: Path | None = None
 ) -> tuple[bytes, dict[str, Any]]:
-    """The binary of a variant for an arch, and its facts: name, abi, key, sha256, launches.
+    """The bytes of a binary for an arch, and its facts: name, abi, key, sha256, launches.
 
     Args:
-      variant: what is compiled.
+      binary: the binary that is compiled.
       arch: for what.
       folder: of kernels, which also takes byte code of the DSL's Python sources and, where the
         folder of temporary files has no room, those; or None.
@@ -176,8 +176,8 @@ def compile_kernel(
       DiskError: no folder has room for temporary files.
       CompileError: there is none; says why.
     """
-    asked = base64.b64encode(pickle.dumps(variant)).decode()
-    request, worker = {"variant": asked, "arch": arch}, _workers[variant.implementation]
+    asked = base64.b64encode(pickle.dumps(binary)).decode()
+    request, worker = {"binary": asked, "arch": arch}, _workers[binary.implementation]
     folders = [*_temporary(), *([] if folder is None else [folder]), Path("/dev/shm")]
     while scratch := _with_room(folders):
         why = ""
@@ -189,11 +189,11 @@ def compile_kernel(
             return base64.b64decode(answer["image"]), answer["facts"]
         if files.has_room(scratch, ROOM):  # the disk is not to blame
             raise CompileError(
-                why or f"{variant.name} for {arch} does not compile: {answer['error']}"
+                why or f"{binary.name} for {arch} does not compile: {answer['error']}"
             )
         folders.remove(scratch)
     raise DiskError(
-        f"{variant.name} for {arch} is not compiled: no folder has room for temporary files "
+        f"{binary.name} for {arch} is not compiled: no folder has room for temporary files "
         f"({', '.join(map(str, folders)) or 'none is left'}); make room, or set TMPDIR"
     )
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from jax_mx import _ffi
-from jax_mx.facts.code_object import CodeObject
-from jax_mx.testing.emulator import ORDERS, Emulator
-from jax_mx.testing.memory import Fault, Global
+from jax_mx.launch.code_object import CodeObject
+from jax_mx.launch.emulation.emulator import ORDERS, Emulator
+from jax_mx.launch.emulation.memory import Fault, Global
 
 INVALID_DEVICE, NO_BINARY, NOT_FOUND, LAUNCH_FAILURE = 101, 209, 500, 719  # hipError_t
 NAMES = {
@@ -45,7 +45,7 @@ class Device:
 
 @dataclasses.dataclass
 class Thread:
-    """What HIP keeps for a thread: the current device, and the text of the last error."""
+    """HIP's state of a thread: the current device, and the text of the last error."""
 
     device: int = 0
     error: str = ""

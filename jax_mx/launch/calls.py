@@ -1,0 +1,169 @@
+"""A kernel's custom call: its attributes, how XLA splits it, what vmap makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, cast
+
+import jax.numpy as jnp
+from jax import ffi
+from jax.interpreters import mlir
+
+from jax_mx.launch import compiler, private, store
+from jax_mx.launch.binary import Binary
+from jax_mx.launch.chips import arch_of
+from jax_mx.launch.rule import call_attributes
+from jax_mx.launch.speeds import MOVES, Work, seconds
+
+logger = logging.getLogger("jax_mx")
+
+
+@functools.cache
+def say_once(sentence: str) -> None:
+    """Logs a sentence, the first time."""
+    logger.warning("jax_mx: %s", sentence)
+
+
+Kernels = dict[tuple[Binary, str], store.Artifact]  # by binary and arch
+_needed: ContextVar[Kernels | None] = ContextVar("needed", default=None)
+
+
+@contextlib.contextmanager
+def kernels_needed() -> Iterator[Kernels]:
+    """The kernels of what is lowered within."""
+    needed: Kernels = {}
+    token = _needed.set(needed)
+    try:
+        yield needed
+    finally:
+        _needed.reset(token)
+
+
+def kernels_of(
+    name: str,
+    binary: Binary,
+    chips: Sequence[str],
+    launch: tuple[str, Mapping[str, int]],
+    carries: bool,
+) -> dict[str, dict[str, Any]]:
+    """The attribute `kernels` of the call target: chip -> attributes (ffi/launch.cc).
+
+    An export goes without chips whose kernel does not compile, as long as there are others.
+
+    Args:
+      name: of the call, for messages.
+      binary: the kernel.
+      chips: the program's chips.
+      launch: the name of the launch, and the values of scalars that have a name.
+      carries: whether the call carries the binary, for a program that leaves this machine.
+
+    Raises:
+      CompileError: a kernel is not there and cannot be compiled.
+    """
+    kernels = {}
+    for chip in chips:
+        arch = cast(str, arch_of(chip))
+        try:
+            artifact = store.get(binary, arch)
+        except compiler.CompileError as error:
+            if not carries or (chip == chips[-1] and not kernels):
+                raise
+            say_once(f"exporting {name} without a kernel for {chip}: {error}")
+        else:
+            kernels[chip] = artifact.attributes(*launch, carries)
+            if (needed := _needed.get()) is not None:
+                needed[binary, arch] = artifact
+    return kernels
+
+
+def emit(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    kernels: Mapping[str, Mapping[str, Any]],
+    layouts: Sequence[Sequence[int]] | None = None,
+    batch: int | None = None,
+    work: Work = MOVES,
+    **attributes: Any,
+) -> Any:
+    """The custom call that launches a kernel.
+
+    Args:
+      ctx: JAX's.
+      operands: MLIR values.
+      kernels: see `kernels_of`.
+      layouts: of operands, then of results, from minor to major; None: row-major.
+      batch: how many leading dimensions XLA may split, all alike; None: none.
+      work: of the kernel, beside its moves.
+      attributes: of `rule.call_attributes`.
+    """
+    n = len(ctx.avals_in)
+    rule = ffi.ffi_lowering(
+        store.TARGET,
+        operand_layouts=None if layouts is None else layouts[:n],
+        result_layouts=None if layouts is None else layouts[n:],
+        extra_attributes=_attributes(ctx, kernels, batch, work),
+    )
+    call = functools.partial(rule, ctx, **call_attributes(kernels, **attributes))
+    return private.in_function(ctx, call, operands) if private.of_shard() else call(*operands)
+
+
+def _attributes(
+    ctx: mlir.LoweringRuleContext, chips: Iterable[str], batch: int | None, work: Work
+) -> dict[str, Any]:
+    """The attributes that XLA's scheduler and its partitioner read.
+
+    The scheduler hides collectives behind calls. It takes a call for 10 us, unless
+    `latency_metadata` says how many ns the call takes: a product takes a hundred times as long.
+    """
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    if not all(isinstance(n, int) for aval in avals for n in aval.shape):
+        return {}  # shape-polymorphic: neither has numbers
+    sharding = {} if batch is None else _sharding_attributes(ctx, batch)
+    moved = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    took = max(seconds(chip, moved, work) for chip in chips)
+    read = {"latency_metadata": str(round(1e9 * took))}
+    read |= {"num_batch_dims": str(batch)} if sharding else {}
+    return {**sharding, "mhlo.frontend_attributes": mlir.ir_attribute(read)}
+
+
+def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict[str, Any]:
+    """The attributes by which the partitioner splits the call along `batch` dimensions."""
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    if len({aval.shape[:batch] for aval in avals}) > 1:
+        return {}  # leading dimensions differ: a program of one device
+    # A factor for each other dimension, none of them shared.
+    names = map("d{}".format, itertools.count())
+    terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
+    n = len(ctx.avals_in)
+    sides = [", ".join(" ".join(term) for term in side) for side in (terms[:n], terms[n:])]
+    types = private.types_of(avals)
+    return {
+        "sdy.sharding_rule": private.sharding_rule(
+            " -> ".join(sides),
+            types[:n],
+            types[n:],
+            need_replication_factors=tuple(name for term in terms for name in term[1:]),
+        ),
+    }
+
+
+def batched(args, dims, shared: Collection[int] = ()) -> list:
+    """Operands with the batch as first dimension, but those whose numbers are in `shared`."""
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    return [
+        a
+        if i in shared
+        else jnp.broadcast_to(a, (size, *a.shape))
+        if d is None
+        else jnp.moveaxis(a, d, 0)
+        for i, (a, d) in enumerate(zip(args, dims, strict=True))
+    ]
+
+
+store.register()
