@@ -1,6 +1,6 @@
-"""AMD's quantizers beside NVIDIA's: the one statement of the kernels that AMD lacks.
+"""The one statement of the quantizers that NVIDIA has and AMD lacks.
 
-AMD has every kernel for floats as they lie, but those of `LACKS`. Kernels that also make the floats
+AMD has every kernel for floats as they lie, except for `LACKS`. Kernels that also make the floats
 (`Variant.source`) are NVIDIA's alone: XLA makes the floats on AMD, and a plain kernel quantizes.
 """
 

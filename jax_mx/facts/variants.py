@@ -1,8 +1,8 @@
-"""What can be compiled: `Variant`, and `exists`, which says whether a kernel has it.
+"""Kernels that can be compiled: `Variant`, and `exists`, which says whether a kernel has one.
 
-Only what changes the code of a kernel is a field; scaling mode and sizes are run-time scalars.
-Imports nothing of JAX: the kernels' build reads this module too. kernels/shipped.py lists the
-variants that a wheel brings; others are compiled when a call wants them.
+A fact is a field only if it changes the code of a kernel; scaling mode and sizes are run-time
+scalars. The module imports nothing of JAX: the kernels' build reads it too. kernels/shipped.py
+lists the variants that a wheel brings; others are compiled when a call wants them.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Variant(Compiled):
       formats: of the quantized arrays, one each.
       kinds: how the elements of each are preprocessed, their windows, and whether they come out
         dequantized; () where there is nothing of that.
-      source: what makes the floats.
+      source: of the floats.
     """
 
     form: Form
@@ -76,7 +76,7 @@ class Variant(Compiled):
 
     @property
     def window(self) -> Window:
-        """Which elements share an amax; the same for all of its arrays."""
+        """The elements that share an amax; all arrays of a variant have the same."""
         return self.kinds[0].window if self.kinds else BLOCK
 
     @property
@@ -135,7 +135,7 @@ _FORMATS: Mapping[int, tuple[tuple[Format, ...], ...]] = {
 
 
 def differ_in_bits(formats: tuple[Format, ...]) -> bool:
-    """Whether codes of some have more bits than those of others."""
+    """Whether the formats have codes of different sizes."""
     return len({format.bits for format in formats}) > 1
 
 
@@ -243,9 +243,9 @@ def variants(
     """All variants that exist with these fields; with `kinds` those alone.
 
     Args:
-      implementation: see `Variant`; so are the others.
+      implementation: see `Variant`.
       op: "quantize" or "dequantize".
-      source: what makes the floats.
+      source: of the floats.
       kinds: of all arrays; None: any.
     """
     for form in KERNELS.get(op, ()):

@@ -136,7 +136,7 @@ class Output:
 
     @property
     def blocks(self) -> Blocks:
-        """Which axes of the floats a block spans."""
+        """The axes of the floats that a block spans."""
         return self.direction.blocks
 
     @property
@@ -279,11 +279,11 @@ def grid_in_bands(form: Form, tile: Extents, region: Extents, of: int, ahead: tu
     """A thread block for each tile, in bands of one tile down, and more between the bands.
 
     Args:
-      form: see `grid_of`, as the next three.
-      tile: likewise.
-      region: likewise.
-      of: likewise.
-      ahead: how many thread blocks more a band has, and by how many bands they are ahead.
+      form: see `grid_of`.
+      tile: see `grid_of`.
+      region: see `grid_of`.
+      of: see `grid_of`.
+      ahead: the number of further thread blocks in a band, and of bands that they are ahead.
     """
     more, lag = ahead
     units = units_of(form)
@@ -296,7 +296,7 @@ def grid_in_bands(form: Form, tile: Extents, region: Extents, of: int, ahead: tu
 
 
 def divide_of(form: Form, vector: int, of: int = 0) -> list:
-    """What must divide lengths for whole vectors; a length that counts blocks is divided anyway."""
+    """The terms that make vectors divide lengths; a length that counts blocks needs none."""
     if of:
         return [] if form.spans[1] else [[SOURCE, of, of + 1, vector]]
     _, *axes = axes_of(form)

@@ -1,9 +1,9 @@
 """Forms with the second-to-last axis: `Tiled`.
 
-A thread block is a few warps below and beside each other (`Tiling`), a warp holds 32 x 64 elements
-of each part of a row, a lane a patch of both rows and columns, so that blocks along either axis are
-a few shuffles away.
-Scales are staged in shared memory and written as they lie in memory, with the padding of tiles.
+A thread block is a few warps below and next to each other (`Tiling`). A warp holds 32 x 64 elements
+of each part of a row. A lane holds a patch of both rows and columns, so that blocks along either
+axis are a few shuffles away. Scales are staged in shared memory and written as they lie in memory,
+with the padding of tiles.
 """
 
 import dataclasses
@@ -46,14 +46,15 @@ CHUNKS = 8  # of 16 bytes, that a row of shared memory's banks holds
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a thread block of `Tiled` covers, in warps of 32 x 64, and how thread blocks follow.
+    """The part of a thread block of `Tiled`, in warps of 32 x 64, and the order of thread blocks.
 
     Attributes:
-      down: how many warps it has below each other.
-      across: how many beside each other.
-      band: how many thread blocks, or clusters, follow each other down before the next ones across.
-      below: how many thread blocks below each other are a cluster, and find amaxes of windows down
-        columns together.
+      down: the number of its warps below each other.
+      across: the number of its warps next to each other.
+      band: the number of thread blocks, or clusters, that follow each other down before the next
+        ones across.
+      below: the number of thread blocks below each other in a cluster, which find amaxes of windows
+        down columns together.
     """
 
     down: int = 4
@@ -91,7 +92,7 @@ class Lines:
     pieces: int
 
     def key(self, line):
-        """What a line's chunk numbers are permuted by, with an exclusive or."""
+        """The number that permutes a line's chunk numbers, by an exclusive or."""
         return line // self.group * self.pieces % min(CHUNKS, self.size // 16)
 
 
@@ -105,13 +106,14 @@ class Lane(NamedTuple):
 
 
 class Beyond(NamedTuple):
-    """What a block's amax follows from beside its elements, where its window is more than it.
+    """The data for a block's amax besides its elements, where the window is larger.
 
     Attributes:
-      amaxes: the pointer to one for each block, or for each row or column once, of "row"; or None.
-      count: how many amaxes a row or column has.
+      amaxes: the pointer to one amax for each block, or with "row" one for each row or column; or
+        None.
+      count: the number of amaxes that a row or column has.
       at: the thread block's tile.
-      shared: words of shared memory, one for each block of the tile, of other windows; or None.
+      shared: words of shared memory for other windows, one for each block of the tile; or None.
     """
 
     amaxes: object
@@ -125,9 +127,9 @@ class Tiled(Kernel):
 
     A lane has a patch of each part of a row; the parts of a tile lie beside each other.
 
-    The arithmetic that decides: a lane holds the largest magnitudes of its patch per row and per
-    column, `exchange` leaves each lane with two whole blocks' of either kind, so that a scale is
-    computed once, and `gather` brings the lanes of a block its factor.
+    A lane holds the largest magnitudes of its patch per row and per column. `exchange` leaves each
+    lane with the amaxes of two whole blocks of either direction, so that a scale is computed once.
+    `gather` brings the lanes of a block its factor.
     """
 
     def __init__(self, *entry, tile: Tiling | None = None):
@@ -175,7 +177,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def quantize_tile(self, pointers, scalars):
-        """What a thread block does."""
+        """The work of a thread block."""
         blocks_m, k = self.lengths(scalars)
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(blocks_m, k)
@@ -454,7 +456,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def picked_codes(self, arrays, count, at: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """What `picked` loads, of codes, times their scales: the floats that `dequantize` gives.
+        """The codes that `picked` loads, times their scales: the floats that `dequantize` gives.
 
         A row has whole blocks, so a lane's codes have one scale, and none is beyond the row.
         """
@@ -521,7 +523,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def gradients(self, x, weights, dy, at: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """A patch of the gradients of gates, and one of those of the ups that belong to them."""
+        """A patch of the gradients of gates, and a patch of the gradients of their ups."""
         _, tile_m, tile_k, blocks_m, k = at
         dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
         patches = [cute.make_rmem_tensor((self.vector, self.rows), dtype) for _ in range(2)]
@@ -652,7 +654,7 @@ class Tiled(Kernel):
           words: this lane's own magnitudes, two blocks a word (float32: one).
           sharers: how many lanes hold parts of these blocks.
           stride: how many lanes apart they are.
-          index: which of them this one is; it gets blocks 2 * index and 2 * index + 1.
+          index: the number of this lane among them; it gets blocks 2 * index and 2 * index + 1.
         """
         while sharers > 1:
             sharers //= 2
@@ -675,10 +677,9 @@ class Tiled(Kernel):
         return [cute.arch.shuffle_sync(pair, offset=lane + i * stride) for i in range(sharers)]
 
     def shared(self, both: list, result: Output, sharers: int, stride: int, index) -> list:
-        """What `gather` brings of two blocks' pairs of a scale and an inverse.
+        """The results of `gather` for two blocks' pairs of a scale and an inverse.
 
-        That is the factors that elements are multiplied by; behind them, where floats come out,
-        those that codes are.
+        They are the factors of elements; if the kernel gives floats, the factors of codes follow.
         """
         found = self.gather([inverse for _, inverse in both], sharers, stride, index)
         if not result.dequantized:
@@ -695,7 +696,7 @@ class Tiled(Kernel):
 
     # ---- windows ---
     def beyond(self, arrays, scalars, o: int, at: Tile) -> Beyond:
-        """What the o-th result's amaxes follow from beside its blocks."""
+        """The data for the amaxes of the o-th result besides its blocks."""
         result, amaxes, count, shared = self.results[o], None, None, None
         if self.variant.window == ROW:
             (amaxes,) = self.block_data(arrays, o)
@@ -710,7 +711,7 @@ class Tiled(Kernel):
         return Beyond(amaxes, count, at, shared)
 
     def amaxes_of(self, beyond: Beyond, result: Output):
-        """A tensor of the tile's amaxes: which of a pair of lines, the pair, the block in a line.
+        """A tensor of the tile's amaxes, by the line in a pair, the pair, the block in a line.
 
         Lines are rows of x, or columns. A part of the tile has whole windows of a line, or the
         tiles of a cluster have one together.
@@ -740,9 +741,9 @@ class Tiled(Kernel):
 
         Args:
           amaxes: of the blocks, which lie side by side: in two rows, or in two columns.
-          number: which blocks they are of their lines, in the tile.
+          number: the numbers of the blocks in their lines, in the tile.
           line: the first one's row, or column, in the tile.
-          beyond: what amaxes follow from.
+          beyond: the data for amaxes.
           result: of which they are.
         """
         rA = cute.make_rmem_tensor(2, Uint32)
@@ -817,11 +818,11 @@ class Tiled(Kernel):
         """The amaxes that two blocks' rows or columns have in memory; 0 beyond them.
 
         Args:
-          row: of the first one in the array's blocks, counted in rows or blocks of rows.
-          col: likewise.
-          apart: how much further on the second one is: (rows, columns).
-          beyond: what amaxes follow from.
-          size: how many of them a slab has, as rows and columns.
+          row: of the first block in the array's blocks, counted in rows or blocks of rows.
+          col: of the first block, counted in columns or blocks of columns.
+          apart: the distance of the second block: (rows, columns).
+          beyond: the data for amaxes.
+          size: the numbers of rows and columns of amaxes in a slab.
         """
         found = []
         for e in range_constexpr(2):
@@ -916,7 +917,7 @@ class Tiled(Kernel):
         return self.shared(both, result, self.column_sharers, self.lanes, lane.down)
 
     def amaxes_of_columns(self, rX, lane: Lane) -> list:
-        """Those of the blocks of two columns."""
+        """The amaxes of the blocks of two columns."""
         by_row = [
             [w for j in range(self.vector // 2) for w in self.pair(rX, j, i)]
             for i in range(self.rows)
@@ -999,7 +1000,7 @@ class Tiled(Kernel):
         self, rX, given, result: cutlass.Constexpr, floats, at: cutlass.Constexpr,
         lane: cutlass.Constexpr,
     ):  # fmt: skip
-        """Stores what codes stand for, in the order of x; `given`: what `shared` gives."""
+        """Stores dequantized codes in the order of x; `given` is a result of `shared`."""
         batch, _, _, blocks_m, k = at
         m = blocks_m * BLOCK
         first, left, begin = self.corner(at, lane)
@@ -1267,9 +1268,10 @@ class Tiled(Kernel):
         return Int32(select(within < length, at, padding))
 
     def pads_with_scales(self, result: Output) -> bool:
-        """Whether blocks beyond the array have scales: those of zeros, or of a window's rest.
+        """Whether blocks beyond the array have scales, for zeros or for a window's rest.
 
-        Also where a vector that ends beyond it is multiplied by what may be NaN.
+        This is also true where a vector that ends beyond it is multiplied by weights that may be
+        NaN.
         """
         partial = not self.aligned and not self.counts_blocks
         multiplied = any(array.name == "weights" for array in self.signature.operands)

@@ -1,9 +1,9 @@
 """Tiles that registers do not hold, as compilers showed; `tuning.fits` reads them.
 
-    kernel  the same as in a row of a table
-    archs   the archs that the tile was compiled for
-    where   the facts of the entries that spilled, as in a row of a table
-    tile    the fields that such tiles share
+    kernel  the same as in a row of a table;
+    archs   the archs that the tile was compiled for;
+    where   the facts of the entries that spilled, as in a row of a table;
+    tile    the fields that such tiles share.
 
 Sweeps leave such tiles out, and no row of a table has one. No kernel depends on this file.
 """
