@@ -71,7 +71,8 @@ class Worker:
                     raise CompileError(f"no process can be started: {error}") from error
             assert self.process is not None and self.process.stdin and self.answers and self.errors
             try:
-                self.process.stdin.write(json.dumps(request).encode() + b"\n")
+                asked = json.dumps({**request, "path": [path for path in sys.path if path]})
+                self.process.stdin.write(asked.encode() + b"\n")
                 self.process.stdin.flush()
                 line = self.answers.readline() if _is_ready(self.answers) else b""
             except OSError:  # it has died
