@@ -273,9 +273,9 @@ def path() -> Figure:
         ("arrays.views", "x as the kernel sees it; a bitcast to XLA",
          f"view {viewed}, in memory order {view.operand}"),
         ("lowering.registry", f"which implementation serves the plan on {chip}", name),
-        ("lowering.store", "the kernel by its content key: package, cache, or compiled now",
+        ("launch.store", "the kernel by its content key: package, cache, or compiled now",
          "sha256, launch rule"),
-        ("lowering.primitive", "one custom call in the program", "jax_mx: pointers and dimensions"),
+        ("launch.calls", "one custom call in the program", "jax_mx: pointers and dimensions"),
         ("ffi/launch.cc", "loads the binary, computes the grid, launches", "on XLA's stream"),
         ("ops.mxarray", "MXArray", f"values {q.values.shape}, scales {q.scales.shape}"),
     ]  # fmt: skip

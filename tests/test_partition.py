@@ -8,6 +8,8 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from benchmarks import llama, program
 from jax_mx import MXFP4, MXFP8, Product, Recipe
-from jax_mx.launch import partition, private
+from jax_mx.launch import partition, private, targets
 from jax_mx.launch.partition import Rule, chosen
 from jax_mx.lowering import plan
 from jax_mx.products import multiply
@@ -513,6 +515,17 @@ def test_a_products_shard_is_a_kernel(on_hopper):
     assert 0.8e3 < int(took) < 1e3 and 'inlineable = "false"' in text  # 1 GFLOP, 2.7 MB
 
 
+def test_a_program_for_devices_that_are_not_here_carries_its_kernels():
+    """The backend of a topology that is compiled for has no local device."""
+    backend = SimpleNamespace(platform="gpu", local_devices=list)
+    parameters = SimpleNamespace(for_export=False)
+    module = SimpleNamespace(platforms=["cuda"], backend=backend, lowering_parameters=parameters)
+    module.axis_context = None
+    context: Any = SimpleNamespace(module_context=module, platforms=["cuda"])
+    target = targets.target_of(context, "cuda")
+    assert target.chips is None and target.carries
+
+
 def test_a_products_shard_reads_parts_as_they_arrive(on_hopper):
     """A weight is split along what is contracted. Parts below a copy are put in order."""
     configs = [config_of(on_hopper, "product", n)["parameters"]["parted"] for n in range(3)]
@@ -570,10 +583,13 @@ def test_what_a_llama_step_moves(kind):
     from conftest import QUICK  # which processes of other tests here must not have
 
     model = llama.Model(MODEL, llama.Ours(HOPPER), llama.split_of(kind, 8))
-    tokens = np.random.default_rng(0).integers(0, MODEL.vocabulary, (8, 65), np.int32)
+    where, of_text = model.shardings()
+    tokens = jax.ShapeDtypeStruct((8, 65), jnp.int32)
+    struct = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)  # noqa: E731
     with model.setting():
-        state, text = model.placed(jax.random.key(0), tokens)
-        lowered = model.jitted(model.step).lower(state, text)
+        state = jax.eval_shape(model.begin, jax.random.key(0))
+        placed = jax.tree.map(struct, state, where), struct(tokens, of_text)
+        lowered = model.jitted(model.step).lower(*placed)
         moved = program.collectives(lowered.compile(dict(QUICK)).as_text())  # nothing runs
     weights = sum(k * n for k, n in MODEL.products.values())  # of a layer
     # Forward, again in the backward pass, where nobody reads the result of the last one, and dgrad,
