@@ -57,6 +57,7 @@ SMALL = (3, 160, 224)
 # Whose tiles products have: per row of the table, the module and its class.
 TILES = {
     "matmul.Warps": ("matmul_many", "CodeStages"),
+    "matmul.Direct": ("matmul_vector", "Lines"),
     "matmul.Few": ("matmul_few", "Rings"),
     "matmul_fp8.Windows": ("matmul_fp8", "Fp8Stages"),
     "wgrad_fp8.Windows": ("matmul_fp8", "Fp8Stages"),
@@ -73,6 +74,7 @@ VALUES: Mapping[str, Sequence[Any]] = {
     "turns": (False, True),
     "ahead": (False, True),
     "warps": (4, 8),
+    "steps": (1, 2, 4),
     "grouped": (None,),
     "rows": (128, 256),
     "columns": (128, 256),
@@ -86,6 +88,7 @@ CASES = {
     "64 rows": (64, 7168, 4096, 0),
     "16 rows": (16, 7168, 4096, 0),
     "8 rows": (8, 7168, 4096, 0),
+    "1 row": (1, 7168, 4096, 0),
     "decode, 128 experts": (512, 2880, 2880, 128),
 }
 

@@ -3,6 +3,7 @@
 import collections
 import functools
 import gc
+import itertools
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ import jax
 import pytest
 from helpers import lowered_apart, stand_in
 from jax._src import compiler
+from jax._src.interpreters import mlir
 
 from jax_mx.facts import verified
 from jax_mx.kernels.shipped import BINARIES
@@ -54,6 +56,13 @@ def _with_quick_options(get_compile_options):
 
 
 compiler.get_compile_options = _with_quick_options(compiler.get_compile_options)
+
+
+# What MLIR knows of its dialects is made once for a hundred programs, not anew for each: that takes
+# a third of the time of a small one.
+_uses = itertools.count()
+_of_turn = functools.lru_cache(1)(lambda turn, make=mlir.make_ir_context: make())
+mlir.make_ir_context = lambda: _of_turn(next(_uses) // 100)
 
 
 def as_users_do(item) -> bool:
@@ -108,8 +117,13 @@ def pytest_configure(config):
         hypothesis.settings.load_profile(profile)
 
 
-def pytest_collection():
-    """Thousands of tests are there to stay: nothing of them is garbage, now or later."""
+def pytest_collection(session):
+    """Thousands of tests are there to stay: nothing of them is garbage, now or later.
+
+    What modules compute when they are imported is compiled quickly.
+    """
+    global _quick
+    _quick = not session.config.getoption("--thorough")
     gc.disable()
 
 
@@ -160,6 +174,19 @@ def pytest_collection_modifyitems(config, items):
         gone = {*map(id, left_out)}
         items[:] = [item for item in items if id(item) not in gone]
     items.sort(key=as_users_do, reverse=True)
+
+
+@pytest.fixture
+def promoting():
+    """JAX's default, which flax and others rely on; other tests run under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def others_frozen():
+    """Looking for leaks takes seconds, unless what other tests left is not looked at."""
+    gc.freeze()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from helpers import call, op_of, operand, random_bits, with_zeros
+from helpers import call, covering, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
 from jax_mx.facts.directions import LAST
@@ -37,7 +37,8 @@ def few(binaries) -> list[tuple]:
     cut the work.
     """
 
-    def has(variant, arch):
+    def has(binary):
+        variant, arch = binary
         own = {variant.form, variant.dtype, *variant.formats, arch}
         for kind in variant.kinds:
             there = {
@@ -50,15 +51,11 @@ def few(binaries) -> list[tuple]:
             own |= {name for name, is_there in there.items() if is_there}
         return {(variant.op, each) for each in own} | {(arch, variant.dtype)}
 
-    found, missing = [], set().union(*(has(*each) for each in binaries))
-    while missing:
-        found.append(max(binaries, key=lambda each: len(missing & has(*each))))
-        missing -= has(*found[-1])
-    return found
+    return covering(binaries, has)
 
 
 # Those that tests share by default, as to compile one takes longer than to test it.
-FEW = few(binaries_of(FLYDSL))
+FEW = few(sorted(binaries_of(FLYDSL), key=lambda binary: binary[1], reverse=True))
 
 
 def each_binary(variants, turn: int | None = None):

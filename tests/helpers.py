@@ -445,6 +445,11 @@ def random_bits(shape: tuple[int, ...], dtype, seed: int = 0) -> np.ndarray:
     return bits.astype(f"uint{width}").view(dtype).reshape(shape)
 
 
+def normal(shape: tuple[int, ...], seed: int = 0, dtype="float32") -> jax.Array:
+    """Random numbers by NumPy: JAX's generator is a program to compile for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
 def hard_blocks(dtype) -> np.ndarray:
     """(2500, 32): any bits; of one binade and few; about the least normal number; zeros."""
     x = random_bits((2500, BLOCK), dtype, seed=3)
@@ -628,6 +633,16 @@ def in_turn(rows: Iterable, columns: Iterable) -> list:
         for i, row in enumerate(rows)
         for j, column in enumerate(columns)
     ]
+
+
+def covering(items: Iterable, has: Callable) -> list:
+    """Some of the items that have, between them, what all have: `has` gives a set for each."""
+    items, some = [*items], []
+    missing = set().union(*map(has, items))
+    while missing:
+        some.append(max(items, key=lambda item: len(missing & has(item))))
+        missing -= has(some[-1])
+    return some
 
 
 def with_table(text: str, name: str, lines: Iterable[str]) -> str:

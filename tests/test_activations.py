@@ -46,7 +46,6 @@ each_name = pytest.mark.parametrize(
         for name in NAMES
     ],
 )
-GATELESS = [name for name in NAMES if name not in GATED]
 DTYPES = ["bfloat16", "float16", "float32"]
 ACTIVE = [v for v in SHIPPED if isinstance(v.source, GatedSource | GradientSource)]
 EVERY = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)  # every bfloat16

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused
+from helpers import assert_bits_equal, assert_refused, normal
 
 import jax_mx
 from jax_mx import MXFP4, MXFP8, MXFP8_ROWS, MXFP8_WINDOWS, Recipe
@@ -21,8 +21,7 @@ LARGE = 2**20  # rows, enough for large weights
 EXPERTS = jnp.asarray(np.arange(64) % 2, jnp.int32)[:, None]
 
 
-def floats(shape, seed=0, dtype=jnp.bfloat16):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+floats = functools.partial(normal, dtype=jnp.bfloat16)
 
 
 def like(*shape):

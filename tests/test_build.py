@@ -52,7 +52,7 @@ NEVER_RUN = [
 ]
 
 
-@pytest.mark.sampled(100)
+@pytest.mark.sampled(300)
 @pytest.mark.parametrize(
     "variant, arch", [pytest.param(*each, id=build.name_of(*each)) for each in NEVER_RUN]
 )

@@ -392,11 +392,11 @@ CALLS = {
     "mxfp8": (in_recipe(jax_mx.MXFP8), 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
     "mxfp4": (in_recipe(jax_mx.MXFP4), 64, 96, "matmul_mxfp4_e2m1_r{}", ROWS, ()),
     "windows": (in_recipe(jax_mx.Recipe(window=256)), 512, 96,
-        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w256", (128, ), (8, 16, 64)),
+        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w256", (128, ), (4, 8, 16, 64)),
     "tiles": (in_recipe(TILES), 512, 128, "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w128x128",
         (128, 256), ()),
     "rows": (in_recipe(jax_mx.Recipe(window="row")), 512, 96,
-        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_wrow", (128, 256), (8, 16, 64)),
+        "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_wrow", (128, 256), (4, 8, 16, 64)),
     "groups": (grouped, 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
     "groups, tiles": (partial(grouped, recipe=TILES), 512, 128,
         "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w128x128", (128, 256), ()),
@@ -479,8 +479,8 @@ def test_what_has_no_tilings():
 
 # Which tilings are measured beside the one that kernels take by themselves.
 WORTH = {
-    ("mxfp8", 1): [],  # that is of 8 rows
-    ("mxfp8", 8): [],
+    ("mxfp8", 1): [],  # that is of 4 rows
+    ("mxfp8", 8): [4],
     ("mxfp8", 16): [8],
     ("mxfp8", 65): [64, 128],  # of a small w kernels make floats
     ("mxfp8", 500): [128, 256],
@@ -490,7 +490,7 @@ WORTH = {
     ("windows", MANY): [],
     ("tiles", 64): [],
     ("tiles", MANY): [128],
-    ("rows", 1): [8],
+    ("rows", 1): [4],
     ("rows", MANY): [128],
     ("groups", 40): [16],  # 20 a group
     ("groups", MANY): [256],  # of which so small a product has too few

@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from helpers import normal
 
 import jax_mx
 
@@ -24,14 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.usefixtures("promoting"),
 ]
-TOKENS = jax.random.randint(jax.random.key(0), (4, 33), 0, 8)
-
-
-@pytest.fixture
-def promoting():
-    """JAX's default, which these libraries rely on; other tests run under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 8, (4, 33)), jnp.int32)
 
 
 def client(name):
@@ -143,7 +138,7 @@ def test_haiku():
 def test_penzai():
     pz = importlib.import_module("penzai.pz")
     simple_mlp = importlib.import_module("penzai.models.simple_mlp")
-    x = jax.random.normal(jax.random.key(0), (64, 64))
+    x = normal((64, 64))
     y = jnp.sin(3 * x[:, :8])
     mlp = simple_mlp.MLP.from_config(
         name="mlp", init_base_rng=jax.random.key(1), feature_sizes=[64, 128, 8]
@@ -162,7 +157,7 @@ def test_penzai():
 def test_keras(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     keras = importlib.import_module("keras")
-    x = jax.random.normal(jax.random.key(0), (256, 64))
+    x = normal((256, 64))
     y = jnp.argmax(x[:, :8], -1)
 
     def fit(recipe):

@@ -538,7 +538,7 @@ def whole_of(x):
     return jax_mx.all_gather(jax_mx.quantize(x), "a", axis=0, tiled=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("move", MOVES)
 def test_mapped_moves_in_a_loop(move, platform):

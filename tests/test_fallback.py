@@ -4,21 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_refused, normal
 
 import jax_mx
-from tests.helpers import assert_refused
 
-X = jax.random.normal(jax.random.key(0), (8, 588))
-W = jax.random.normal(jax.random.key(1), (588, 64))
+X, W = normal((8, 588)), normal((588, 64), 1)
 pytestmark = pytest.mark.usefixtures("promoting")
 PLAIN = (((1,), (0,)), ((), ()))
-
-
-@pytest.fixture
-def promoting():
-    """JAX's default; other tests run under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.parametrize(
@@ -74,9 +66,8 @@ def test_can():
 @pytest.mark.parametrize("op", [pytest.param("mlp", marks=pytest.mark.thorough), "moe"])
 def test_floats_of_a_layer_stay_as_they_are(op):
     """Rounded to bfloat16, it is off by 5e-3. Weights may be MX, or quantized by any recipe."""
-    keys = jax.random.split(jax.random.key(2), 3)
-    x, up, down = (jax.random.normal(k, s) / 8 for k, s in zip(
-        keys, ((24, 64), (2, 64, 192), (2, 96, 32)), strict=True))  # fmt: skip
+    shapes = (24, 64), (2, 64, 192), (2, 96, 32)
+    x, up, down = (normal(shape, seed) / 8 for seed, shape in enumerate(shapes))
     if op == "moe":
         down = jnp.concatenate([down, down], -1)
     experts, shares = jnp.arange(24)[:, None] % 2, jnp.full((24, 1), 0.5)

@@ -14,6 +14,7 @@ from helpers import (
     assert_bits_equal,
     assert_refused,
     assert_same_array,
+    normal,
     random_bits,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -135,11 +136,7 @@ def test_float4_refuses_in_one_sentence():
 )
 def test_products_of_amd_mxfp4_mm(m, n, k):
     """gpu-mode's shapes and tolerance: a reads as float4 in JAX's own scaled product."""
-    keys = jax.random.split(jax.random.key(m))
-    a, b = (
-        FP4(jax.random.normal(key, (rows, k), jnp.bfloat16), scaling="even")
-        for key, rows in zip(keys, (m, n), strict=True)
-    )
+    a, b = (FP4(normal((rows, k), rows, jnp.bfloat16), scaling="even") for rows in (m, n))
     got = jax_mx.mx_matmul_reference(a, b)
     assert (got.shape, got.dtype) == ((m, n), jnp.float32)
     left, right = (np.asarray(q.dequantize(jnp.float32), np.float64) for q in (a, b))

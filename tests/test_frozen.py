@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_refused, normal
 
 import jax_mx
-from tests.helpers import assert_refused
 
-X = jax.random.normal(jax.random.key(0), (32, 64))
-W = jax.random.normal(jax.random.key(1), (64, 96)) / 8
+X, W = normal((32, 64)), normal((64, 96), 1) / 8
 PARAMS = {"frozen": jax_mx.quantize(W, axis=0)}
 
 

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 import jax_mx
 from jax_mx.facts.formats import BLOCK, FORMATS, MXFP4_E2M1, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2
-from jax_mx.facts.product_kernels import PRODUCTS
+from jax_mx.facts.product_kernels import DIRECT, PRODUCTS
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.windows import ROW
 from jax_mx.launch import _ffi, store, targets
@@ -443,6 +443,27 @@ def test_kernels_are_exact(variant):
         for m, n, k in ((130, 512, 1152), (64, 768, 2944)):
             exact(floats(rng, (m, k)), integers(rng, (n, k), format))
     exact(floats(rng, (39, 320)), w_of(w, 0)[:131])
+    if variant.rows == DIRECT:
+        few_rows_are_exact(rng, format)
+
+
+def few_rows_are_exact(rng, format):
+    """Where W goes from memory into registers: by that entry, whatever is in W and x."""
+    exact = on_cuda(tile=DIRECT)
+    with the_first_entry():
+        for m, n, k in ((1, 1, 128), (2, 9001, 384), (3, 99, 14336), (4, 2200, 4096), (9, 33, 640)):
+            exact(floats(rng, (m, k)), integers(rng, (n, k), format, exponents=1))
+        w = integers(rng, (7, 200, 640), format)
+        exact(floats(rng, (7, 3, 640)), w)
+        exact(floats(rng, (3, 640), jnp.float16, 1500) / 64, w_of(w, 0), dtype="float16")
+        x = np.array(floats(rng, (4, 640)).astype(jnp.float32))
+        x[1, 77], x[3, [5, 600]] = np.nan, np.inf
+        bad = changed(w_of(w, 1), [((5, 7), 0x7F)] * (format.bits == 8), [((199, 19), 255)])
+        exact(jnp.asarray(x, jnp.bfloat16), bad)
+        ones = integers(rng, (20, 128), format, most=1)
+        for byte, power in EXTREMES:
+            extreme = changed(ones, scales=[((slice(None), slice(None)), byte)])
+            exact((floats(rng, (3, 128)).astype(jnp.float32) * power).astype(jnp.bfloat16), extreme)
 
 
 def free_kernels_are_exact(rng, format, tile):

@@ -129,7 +129,9 @@ in_checkout = pytest.mark.skipif(not README.exists(), reason="beside a wheel the
 
 
 # XLA compiles their programs quickly, as conftest.py says; of several devices it may not.
-ON_ONE_DEVICE = ("export_and_run", "gpt_oss", "quantize_safetensors", "row_softmax", "serve")
+ON_ONE_DEVICE = (
+    "export_and_run gpt_oss lora quantize_safetensors random_llama row_softmax serve".split()
+)
 
 
 # ---- the README ----------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ def test_the_path_of_a_tensor(without_code):
         with lowered_apart(), followed(kinds) as lowered[platform]:
             call.lower(lowering_platforms=(platform,))
     assert traced + lowered["cpu"] == said
-    assert traced + lowered["cuda"] == [*said[:14], "launch/calls"]
+    assert traced + lowered["cuda"] == [*said[:14], "launch/calls", "launch/private"]
     assert len(said) <= MOST
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from exact import changed, integers, wanted
 from helpers import assert_bits_equal, hard_blocks, plan_for
 
 from jax_mx.facts.directions import LAST
@@ -26,6 +27,7 @@ from jax_mx.facts.formats import (
     SCALE_NAN,
 )
 from jax_mx.facts.preprocessing import Preprocessing
+from jax_mx.facts.product_kernels import DIRECT, ProductKernel
 from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import quantizers
 from jax_mx.reference import blocks as reference
@@ -363,11 +365,117 @@ def test_codes_of_four_bits_times_every_scale(monkeypatch):
     words = (codes << 4 * np.arange(8)).sum(1).astype(np.uint32)
     values = codes.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     for scale in range(256):
-        factors = few.Nibbles.factors(np.full(16, scale))
+        factors = few.factors_of_e2m1(np.full(16, scale))
         want = (values * 2.0 ** (scale - 127)).astype(ml_dtypes.bfloat16)
         want = np.full_like(want, np.nan) if scale == 255 else want
         for twice in (False, True) if scale <= 128 else (True,):
-            got = few.Nibbles.left_of(None, words, factors[: 1 + twice])
+            got = few.scaled_e2m1(words, factors[: 1 + twice])
             got = np.stack([halves(np.ascontiguousarray(w)).reshape(-1, 2) for w in got], 1)
             got = got.transpose(0, 2, 1).reshape(16, 8).astype(np.float32)
             np.testing.assert_array_equal(got, want.astype(np.float32))
+
+
+class Bytes:
+    """Global memory: words of lanes at addresses."""
+
+    def __init__(self, *arrays):
+        self.all = np.concatenate([np.ravel(a).view(np.uint8) for a in arrays])
+        self.starts = np.cumsum([0, *(a.nbytes for a in arrays)])
+
+    def words(self, address, count):
+        at = np.broadcast_to(address, 32)[:, None] + np.arange(4 * count)
+        return [*self.all[at].view(np.uint32).T]
+
+
+def multiplied_by_warps(a, b, sums):
+    """mma.m16n8k16 of 32 lanes' words of bfloat16, as the manual has them."""
+    g, q = np.arange(32) // 4, np.arange(32) % 4
+    left, right = np.zeros((16, 16)), np.zeros((16, 8))
+    for i, word in enumerate(a):
+        for h in range(2):
+            left[g + 8 * (i % 2), 2 * q + h + 8 * (i // 2)] = halves(word)[h::2]
+    for i, word in enumerate(b):
+        for h in range(2):
+            right[2 * q + h + 8 * i, g] = halves(word)[h::2]
+    c = left @ right
+    part = [c[g + 8 * (v // 2), 2 * q + v % 2].astype(np.float32) for v in range(4)]
+    return part if sums is None else [x + y for x, y in zip(sums, part, strict=True)]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4_E2M1, MXFP6_E3M2], ids=repr)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_lanes_that_load_codes_add_up_the_product(format, parts, monkeypatch):
+    """All that a warp does from memory to sums: exact, with scales of 2^-127 and NaN, too."""
+    vector = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_vector")
+    few = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_few")
+    direct = vector.Direct(ProductKernel("matmul", "cutedsl", (format,), DIRECT), "sm_90a")
+    direct.arch = "sm_80"  # whose conversions are integers
+    rng, deep, rows, width = np.random.default_rng(0), 5, 3, 16
+    k = deep * 128
+    w = integers(rng, (width, k), format)
+    scales = np.array(w.scales.view(np.uint8))
+    scales[3, 7], scales[5, 19], scales[9], scales[11, ::5] = 255, 0, 0, 140
+    x = rng.integers(-2, 3, (rows, parts * k)).astype(ml_dtypes.bfloat16)
+    memory = Bytes(np.asarray(w.values), scales, x)
+    lanes = np.arange(32)
+    for module in (vector, few):
+        for name in ("const_expr", "range_constexpr"):
+            monkeypatch.setattr(module, name, {"const_expr": bool, "range_constexpr": range}[name])
+        monkeypatch.setattr(module, "cute", convert.cute)
+        monkeypatch.setattr(module, "Int32", np.int32)
+        monkeypatch.setattr(module, "Int64", np.int64)
+        monkeypatch.setattr(module, "Uint32", convert.Uint32)
+        pair = {"max": np.maximum, "min": np.minimum, "select_": np.where}
+        monkeypatch.setattr(module, "cutlass", SimpleNamespace(**pair))
+    convert.cute.make_rmem_tensor = registers
+    convert.cute.arch.vote_any_sync = np.any
+    monkeypatch.setattr(few, "times", inspect.unwrap(few.times))
+    monkeypatch.setattr(convert, "round_two", rounded_two)
+    monkeypatch.setattr(convert, "bytes_of", bytes_of)
+    monkeypatch.setattr(convert, "factor_of", powers_of)
+    monkeypatch.setattr(vector, "product", multiplied_by_warps)
+    monkeypatch.setattr(vector, "sixteen", lambda at: memory.words(at, 4))
+    monkeypatch.setattr(vector, "vector", lambda at, _: memory.words(at, 1))
+
+    def load_x(at, is_there, to):
+        for j in range(to.shape[1]):
+            at_j = np.where(is_there, at + 16 * j, 0)
+            to[:, j] = np.where(is_there, memory.words(at_j, 4), 0)
+
+    direct.load_x = load_x
+    for name in ("load", "multiply", "of_bytes", "of_nibbles", "add_nibbles"):
+        method = inspect.unwrap(getattr(vector.Direct, name))
+        setattr(direct, name, partial(method, direct))
+    line = [lanes // 4 + 8 * r for r in range(2)]
+    start = [n * (k // BLOCK) for n in line]
+    codes, held = registers((4, 2, direct.lines, direct.steps)), registers((2, direct.steps))
+    y, acc = np.zeros((width, 8)), np.zeros((4, 32), np.float32)
+    at = [SimpleNamespace(toint=lambda where=where: where) for where in memory.starts]
+    for first in range(0, parts * deep, direct.steps):
+        direct.load(*at[:2], start, codes, held, first, parts * deep, deep, lanes % 4)
+        direct.multiply(acc, at[2], codes, held, 0, rows, first, parts * k, lanes)
+    for v in range(4):
+        y[lanes // 4 + 8 * (v // 2), 2 * (lanes % 4) + v % 2] = acc[v]
+    if direct.per == 1:
+        y[:, :4] += y[:, 4:]
+    w = changed(w, scales=[(..., scales)])
+    want = sum(wanted(part, w) for part in np.split(x.astype(np.float64), parts, 1))
+    np.testing.assert_array_equal(y[:, :rows].T, want.astype(np.float32))
+
+
+def registers(shape, *_):
+    """Words that each of 32 lanes has."""
+    return np.zeros((*shape, 32), np.uint32)
+
+
+def powers_of(byte):
+    """The float32 of scales' bytes."""
+    return np.where(byte == 255, np.nan, 2.0 ** (byte.astype(np.float64) - 127)).astype(np.float32)
+
+
+def rounded_two(low, high, dtype):
+    """Two floats as a word of bfloat16."""
+    assert dtype == "bfloat16"
+    both = np.stack([low, high], -1).astype(ml_dtypes.bfloat16)
+    return np.ascontiguousarray(both).view(np.uint32)[..., 0]

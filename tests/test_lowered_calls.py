@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import GOLDEN, lowered_apart, only
+from helpers import GOLDEN, covering, lowered_apart, only
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
@@ -540,8 +540,14 @@ def golden() -> dict[str, list[str]]:
     return json.loads(GOLDEN_FILE.read_text())
 
 
-@pytest.mark.sampled(3, 1)
-@pytest.mark.parametrize("name", CASES)
+# Some with every call, recipe, mesh, arch and direction.
+FEW = covering(CASES, lambda name: {*name.split(" / ")})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in FEW)) for name in CASES],
+)
 def test_programs_are_lowered_to_the_same_calls(name):
     assert events(CASES[name]) == golden()[name], "see python tests/test_lowered_calls.py"
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, random_bits
+from helpers import assert_bits_equal, assert_refused, normal, random_bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -225,7 +225,7 @@ HOW = {
 @pytest.mark.parametrize("how", HOW)
 def test_fake_quantize_undoes_what_it_does(how, axis):
     dtype = {-1: jnp.bfloat16, -2: jnp.float16, 0: jnp.float32}[axis]
-    x = jax.random.normal(jax.random.key(1), (64, 64, 64), dtype)
+    x = normal((64, 64, 64), 1, dtype)
     options, float32 = HOW[how] | {"axis": axis, "scaling": "floor"}, jnp.float32
     q = jax_mx.quantize(x, "mxfp4_e2m1", **options)
     hadamard, rounding = options.get("hadamard"), options.get("rounding")
@@ -261,7 +261,7 @@ def test_fake_quantize_undoes_what_it_does(how, axis):
     scales = np.repeat(np.asarray(q.scales).astype(np.float64), 32, axis=axis)
     kept = ~(np.abs(np.asarray(turned, np.float64)) > 6 * scales)
     assert not kept.all()
-    cotangent = jax.random.normal(jax.random.key(2), x.shape, float32)
+    cotangent = normal(x.shape, 2)
     got = vjp(cotangent.astype(dtype))[0]
     if hadamard is None:
         assert_bits_equal(got, jnp.where(kept, cotangent.astype(dtype), jnp.zeros_like(got)))

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import assert_bits_equal, on_eight, quantizings
+from helpers import assert_bits_equal, normal, on_eight, quantizings
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -19,11 +19,7 @@ MX = {"mxfp8": jax_mx.dot_general}
 MX["mxfp4"] = functools.partial(jax_mx.dot_general, recipe=jax_mx.MXFP4)
 
 
-@pytest.fixture(autouse=True)
-def as_flax_promotes():
-    """flax leaves it to JAX to promote types, which other tests forbid."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("promoting")
 
 
 def in_bf16(lhs, rhs, numbers, precision=None, preferred_element_type=None, **options):
@@ -81,7 +77,7 @@ def trained(loss, params, data, steps, rate=3e-3, mesh=None):
 @functools.cache
 def bytes_as_floats():
     """(256, 64): what stands for each byte."""
-    return jax.random.normal(jax.random.key(0), (256, 64))
+    return normal((256, 64))
 
 
 def linen_model(dot_general):
@@ -277,8 +273,7 @@ def same(got, want):
 
 def test_variables_are_what_they_hold():
     """Floats and frozen weights, in every product; as jnp takes them."""
-    a, b = jax.random.split(jax.random.key(0))
-    x, w = jax.random.normal(a, (5, 64)), jax.random.normal(b, (64, 64))
+    x, w = normal((5, 64)), normal((64, 64), 1)
     stack, sizes = jnp.stack([w] * 2), jnp.array([2, 3], jnp.int32)
     choice, ones = jnp.zeros((5, 1), jnp.int32), jnp.ones((5, 1))
     frozen = jax_mx.quantize(w, axis=0)

@@ -18,6 +18,7 @@ from helpers import (
     assert_same_array,
     in_turn,
     lowered_apart,
+    normal,
     op_of,
     quantizings,
     random_bits,
@@ -34,6 +35,7 @@ from jax_mx.products import multiply
 from jax_mx.products.operand import Moved
 
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1")
+numbers = functools.partial(normal, dtype="bfloat16")
 P = PartitionSpec
 BOTH = (True, True)
 
@@ -150,10 +152,6 @@ def of_floats(monkeypatch):
         yield count
 
 
-def normal(shape, seed):
-    return jax.random.normal(jax.random.key(seed), shape, "bfloat16")
-
-
 def with_gradients(f, *args):
     """A function's result, and the gradients of half its square."""
     y, pull = jax.vjp(f, *args)
@@ -188,7 +186,7 @@ def test_steps_of_floats_give_the_same_bits(name, recipe, monkeypatch):
     def given(op):
         return functools.partial(op, recipe=RECIPES[recipe], implementation="dequantize")
 
-    f, args = make(given), [normal(shape, i) for i, shape in enumerate(shapes)]
+    f, args = make(given), [numbers(shape, i) for i, shape in enumerate(shapes)]
     want = jax.jit(functools.partial(with_gradients, f))(*args)
     with of_floats(monkeypatch) as count:
         got = jax.jit(functools.partial(with_gradients, f))(*args)
@@ -200,7 +198,7 @@ def test_steps_of_floats_give_the_same_bits(name, recipe, monkeypatch):
 
 def test_mapped_and_kept(monkeypatch):
     """Under vmap, in a scan, and by jax.checkpoint, which takes the step of codes."""
-    x, w = normal((3, 32, 64), 1), normal((64, 64), 2)
+    x, w = numbers((3, 32, 64), 1), numbers((64, 64), 2)
     f = functools.partial(jax_mx.matmul, implementation="dequantize")
     keep = jax.checkpoint_policies.save_only_these_names(jax_mx.CHECKPOINT_NAME)
     ways = {
@@ -222,7 +220,7 @@ def test_mapped_and_kept(monkeypatch):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_steps_of_sharded_floats(kind, monkeypatch):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
-    x, w = normal((128, 64), 1), normal((64, 64), 2)
+    x, w = numbers((128, 64), 1), numbers((64, 64), 2)
     f = functools.partial(jax_mx.matmul, implementation="dequantize")
     with jax.set_mesh(mesh):
         split = [
@@ -240,7 +238,7 @@ def test_steps_of_sharded_floats(kind, monkeypatch):
 
 def test_in_shard_map(monkeypatch):
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
-    x, w = normal((128, 64), 1), normal((64, 64), 2)
+    x, w = numbers((128, 64), 1), numbers((64, 64), 2)
     f = functools.partial(jax_mx.matmul, implementation="dequantize")
     own = jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
     want = jax.jit(functools.partial(with_gradients, own))(x, w)
@@ -254,7 +252,7 @@ def test_in_shard_map(monkeypatch):
 @pytest.mark.parametrize("recipe", [jax_mx.MXFP8_HYBRID, MXFP8, Recipe(scaling="floor")])
 def test_tokens_that_moved_as_codes(recipe):
     """Dequantized and quantized again along their elements they are the same floats."""
-    x = normal((32, 64), 0).at[3, 5].set(jnp.nan).at[4, :32].multiply(2.0**-120)
+    x = numbers((32, 64), 0).at[3, 5].set(jnp.nan).at[4, :32].multiply(2.0**-120)
     q = jax_mx.quantize(x, recipe.lhs, scaling=recipe.scaling)
     moved = Moved(q, recipe, np.array([3, -1, 40, *range(29)], np.int32))
     floats, codes = (jax.jit(lambda as_=as_: moved.forms(as_))() for as_ in (BOTH, (False,) * 2))
@@ -266,7 +264,7 @@ def test_tokens_that_moved_as_codes(recipe):
 def test_steps_of_tokens_that_moved(monkeypatch):
     """All of a layer that is split by experts are of floats."""
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
-    args = [normal(shape, i) for i, shape in enumerate([(32, 64), (32, 2), (8, 64, 128), (8, 64,
+    args = [numbers(shape, i) for i, shape in enumerate([(32, 64), (32, 2), (8, 64, 128), (8, 64,
         64)])]  # fmt: skip
     experts = np.random.default_rng(0).integers(0, 8, (32, 2)).astype(np.int32)
 
@@ -294,7 +292,7 @@ def gives_floats(eqn, names, target):
 
 def test_it_is_known_when_they_are_lowered():
     """By the chip's products, and by its kernels; a step that no chip has floats for is none."""
-    x, w = normal((4096, 512), 1), normal((512, 256), 2)
+    x, w = numbers((4096, 512), 1), numbers((512, 256), 2)
     f = jax.grad(lambda x, w: jax_mx.matmul(x, w).astype(jnp.float32).sum(), (0, 1))
     forward, backward = steps_in(f, x, w)
     chips = {"sm_90": "cuda", "sm_89": "cuda", "sm_100": "cuda", "gfx942": "rocm"}
@@ -323,7 +321,7 @@ def test_it_is_known_when_they_are_lowered():
 
 def test_products_that_do_not_take_floats_leave_the_step_in_codes():
     """Kernels that read the codes of weights: few rows, by name."""
-    x, w = normal((16, 512), 1), normal((512, 256), 2)
+    x, w = numbers((16, 512), 1), numbers((512, 256), 2)
     f = functools.partial(jax_mx.matmul, implementation="cutedsl")
     (eqn,) = steps_in(f, x, w)
     target = Target("cuda", ["sm_90"])
@@ -336,7 +334,7 @@ def test_products_that_do_not_take_floats_leave_the_step_in_codes():
 @pytest.mark.parametrize("dequantized", [False, True])
 def test_a_scan_does_not_keep_a_weight_for_each_microbatch(dequantized):
     """A step hands the caller's arrays through, which are constants of the backward scan."""
-    xs, w = jnp.zeros((4, 256, 64), jnp.bfloat16), normal((64, 96), 2)
+    xs, w = jnp.zeros((4, 256, 64), jnp.bfloat16), numbers((64, 96), 2)
 
     def f(w, xs):
         own = MXFP8.quantize_weight(w, dequantized=dequantized)
@@ -351,25 +349,26 @@ def test_a_scan_does_not_keep_a_weight_for_each_microbatch(dequantized):
 
 
 def test_explain_and_counts_see_a_step_once():
-    x, w = normal((64, 64), 1), normal((64, 64), 2)
+    x, w = numbers((64, 64), 1), numbers((64, 64), 2)
     f = jax.grad(lambda x, w: jax_mx.matmul(x, w).astype(jnp.float32).sum(), (0, 1))
     assert sum(each.count for each in jax_mx.explain(f, x, w).calls) == 3
     assert quantizings(f, x, w) == 6
 
 
 @pytest.mark.sampled(2, 1)
+@pytest.mark.usefixtures("others_frozen")
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_hold_no_arrays(name):
     """No tracer leaks by way of what a step is traced from; without jit nothing is kept at all."""
     _, make, shapes = STEPS[name]
-    f, args = make(lambda op: op), [normal(shape, i) for i, shape in enumerate(shapes)]
+    f, args = make(lambda op: op), [numbers(shape, i) for i, shape in enumerate(shapes)]
     with lowered_apart(), jax.checking_leaks():
         jax.make_jaxpr(functools.partial(with_gradients, f))(*args)
 
 
 def test_a_checkpoint_keeps_steps_whole_and_its_first_pass_keeps_no_form():
     """So products get floats from one kernel; a policy that keeps codes looks into the step."""
-    x, w = normal((64, 128), 1), normal((2, 128, 128), 2)
+    x, w = numbers((64, 128), 1), numbers((2, 128, 128), 2)
 
     def loop(layer):
         step = lambda c, w: (layer(c, w), None)  # noqa: E731
@@ -394,8 +393,9 @@ def test_a_checkpoint_keeps_steps_whole_and_its_first_pass_keeps_no_form():
             assert [operand.wanted for operand in operands] == [(True, False)] * 2
 
 
+@pytest.mark.usefixtures("others_frozen")
 def test_without_jit_nothing_is_compiled_or_kept():
-    x, w = normal((64, 64), 1), normal((64, 64), 2)
+    x, w = numbers((64, 64), 1), numbers((64, 64), 2)
     f = functools.partial(with_gradients, jax_mx.matmul)
     want = jax.jit(f)(x, w)
     with jax.disable_jit():

@@ -570,10 +570,13 @@ def test_what_a_llama_step_moves(kind):
     from conftest import QUICK  # which processes of other tests here must not have
 
     model = llama.Model(MODEL, llama.Ours(HOPPER), llama.split_of(kind, 8))
-    tokens = np.random.default_rng(0).integers(0, MODEL.vocabulary, (8, 65), np.int32)
+    where, of_text = model.shardings()
+    tokens = jax.ShapeDtypeStruct((8, 65), jnp.int32)
+    struct = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)  # noqa: E731
     with model.setting():
-        state, text = model.placed(jax.random.key(0), tokens)
-        lowered = model.jitted(model.step).lower(state, text)
+        state = jax.eval_shape(model.begin, jax.random.key(0))
+        placed = jax.tree.map(struct, state, where), struct(tokens, of_text)
+        lowered = model.jitted(model.step).lower(*placed)
         moved = program.collectives(lowered.compile(dict(QUICK)).as_text())  # nothing runs
     weights = sum(k * n for k, n in MODEL.products.values())  # of a layer
     # Forward, again in the backward pass, where nobody reads the result of the last one, and dgrad,

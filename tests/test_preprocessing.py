@@ -118,7 +118,6 @@ def test_bits_of_neighbours_and_of_other_keys_do_not_correlate():
         assert (abs(rho) < 5.5 / np.sqrt(len(a))).all(), (name, abs(rho).max())
 
 
-@pytest.mark.optimized
 def test_bits_depend_on_key_and_element_alone():
     x = jnp.asarray(random_bits((2, 128, 192), jnp.bfloat16))
     rounding = Stochastic(KEY)

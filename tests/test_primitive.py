@@ -16,6 +16,7 @@ from helpers import (
     kernels_for,
     lowered,
     lowered_apart,
+    normal,
     op_of,
     plan_for,
     preprocessing,
@@ -421,8 +422,7 @@ def test_private_names_of_jax():
 
 def test_policies_look_into_steps():
     """A policy keeps the named codes of a product's step, so that nothing is quantized twice."""
-    keys = jax.random.split(jax.random.key(0))
-    x, w = (jax.random.normal(key, (64, 64), "bfloat16") for key in keys)
+    x, w = (normal((64, 64), seed, "bfloat16") for seed in range(2))
     keep = jax.checkpoint_policies.save_only_these_names(jax_mx.CHECKPOINT_NAME)
 
     def gradient(f):

@@ -359,6 +359,7 @@ def test_scaled_dot_on_explicit_meshes(mesh, left, right, out):
 
 
 @pytest.mark.sampled(10)
+@pytest.mark.usefixtures("without_code")
 @pytest.mark.parametrize(
     "title", ["m over 8: data", "k over 8: rows", "data and columns", "e over 8: experts"]
 )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused
+from helpers import assert_bits_equal, assert_refused, normal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -157,7 +157,7 @@ def test_experts_are_what_a_layer_takes():
     params = load(GOLDEN / "mxfp8a16", join={"gate_up_proj": ["gate_proj", "up_proj"]})
     apart, at = load(GOLDEN / "mxfp8a16"), f"{LAYER}mlp.experts."
     both = [apart[f"{at}{name}_proj.weight"] for name in ("gate", "up")]
-    x = jax.random.normal(jax.random.key(0), (8, 64), jnp.bfloat16)
+    x = normal((8, 64), dtype=jnp.bfloat16)
     routed = x, jnp.tile(jnp.arange(2), (8, 1)), jnp.ones((8, 2))
     down = params[f"{at}down_proj.weight"]
     got = jax_mx.moe(*routed, params[f"{at}gate_up_proj.weight"], down)
@@ -233,7 +233,7 @@ def test_a_layout(name, tmp_path):
     (weight,) = {*params} - {"model.norm.weight"}
     assert weight.startswith(UP) and params["model.norm.weight"].shape == (8,)
     assert_bits_equal(dequantized(params[weight]), want)
-    x = jax.random.normal(jax.random.key(0), (3, want.shape[-1]), jnp.bfloat16)
+    x = normal((3, want.shape[-1]), dtype=jnp.bfloat16)
     w = params[weight]
     y = jax_mx.einsum("mk,...nk->...mn", x, w, recipe="bf16") if w.ndim == 2 else None
     assert y is None or y.shape == (3, w.shape[0])
@@ -416,7 +416,7 @@ def test_our_files(tmp_path):
     import safetensors.flax
     import safetensors.numpy
 
-    x = jax.random.normal(jax.random.key(0), (64, 64))
+    x = normal((64, 64))
     saved = {"up": jax_mx.quantize(x, "mxfp4_e2m1", axis=0), "down": jax_mx.quantize(x), "b": x[0]}
     jax_mx.save_safetensors(saved, tmp_path / "model.safetensors")
     loaded = jax_mx.load_checkpoint(tmp_path)
@@ -431,7 +431,7 @@ def test_our_files(tmp_path):
 
 def test_files_of_older_versions_are_read(tmp_path):
     """They have values in F8_E4M3 and scales in F8_E8M0."""
-    q = jax_mx.quantize(jax.random.normal(jax.random.key(0), (64, 64)))
+    q = jax_mx.quantize(normal((64, 64)))
     file = tmp_path / "model.safetensors"
     jax_mx.save_safetensors({"w": q}, file)
     content = file.read_bytes()
@@ -446,7 +446,7 @@ def test_files_of_older_versions_are_read(tmp_path):
 
 # ---- floats ---
 def test_params_are_quantized_by_their_names():
-    w = jax.random.normal(jax.random.key(0), (64, 96), jnp.bfloat16)
+    w = normal((64, 96), dtype=jnp.bfloat16)
     params = {"layers": [{"up": w, "router": w, "norm": w[0], "odd": w[:, :80]}], "embed": w}
     rules = {r".*(embed|router)": None, r"layers/\d+/up": "mxfp4", ".*": "mxfp8"}
     with pytest.warns(UserWarning, match="'layers/0/odd' stays in floats"):
@@ -513,7 +513,7 @@ def test_join_names_what_is_there(tmp_path):
 
 def test_columns_of_blocks_of_our_own(tmp_path):
     """Along axis 0 a shape and a shard's blocks are counted there; join refuses them."""
-    q = jax_mx.quantize(jax.random.normal(jax.random.key(0), (64, 96)), "mxfp4_e2m1", axis=0)
+    q = jax_mx.quantize(normal((64, 96)), "mxfp4_e2m1", axis=0)
     jax_mx.save_safetensors({"a": q, "b": q}, tmp_path / "model.safetensors")
     mesh = jax.make_mesh((2, 2), ("m", "n"), devices=jax.devices("cpu")[:4])
     shapes = []

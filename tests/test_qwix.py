@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 
 import jax_mx
 
@@ -23,7 +24,7 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-X = jax.random.normal(jax.random.key(0), (32, 64))
+X = normal((32, 64))
 
 
 class Linen(nn.Module):

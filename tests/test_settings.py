@@ -320,6 +320,7 @@ def plain(tmp_path_factory):
 
 
 @pytest.mark.sampled(232)
+@pytest.mark.usefixtures("others_frozen")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_setting_gives_the_same_bytes(name, setting, plain, tmp_path):

@@ -1,11 +1,14 @@
 """A whole training step, benchmarks/step.py: values on one device and on eight, and rows."""
 
+import asyncio
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import learning, llama, program, report, runner, step, timing
@@ -85,8 +88,7 @@ def test_a_step_has_the_values_of_the_reference(recipe, split, devices):
 
 def test_peers_multiply():
     """Both per-tensor ways give the products of floats, and their gradients, within FP8's steps."""
-    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((2, 32, 64), (64, 48))))
-    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    x, w = normal((2, 32, 64), 0, jnp.bfloat16), normal((64, 48), 1, jnp.bfloat16)
 
     def run(way, kept):
         def loss(x, w, kept):
@@ -106,6 +108,15 @@ def test_peers_multiply():
             a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
             assert 0.005 < np.linalg.norm(a - b) / np.linalg.norm(b) < 0.08
     assert kept["kernel_amax_history"][0] == np.abs(np.asarray(w, np.float32)).max()
+
+
+@pytest.fixture
+def few_files(monkeypatch):
+    """Text of one package: all that Python brings takes seconds to read."""
+    learning.text.cache_clear()
+    monkeypatch.setattr(learning, "folders", lambda: [Path(asyncio.__file__).parent])
+    yield
+    learning.text.cache_clear()
 
 
 # ---- rows ---
@@ -206,8 +217,7 @@ def test_results_of_collectives_are_what_arrives():
 
 
 # ---- learning ---
-def test_text_is_the_same_in_every_run():
-    learning.text.cache_clear()
+def test_text_is_the_same_in_every_run(few_files):
     first = learning.text(2**16)
     learning.text.cache_clear()
     again = learning.text(2**16)
@@ -220,7 +230,7 @@ def test_text_is_the_same_in_every_run():
     ).all()
 
 
-def test_rows_of_learning(tmp_path):
+def test_rows_of_learning(few_files, tmp_path):
     options = ("learning", "--ways", "bf16", "tensorwise", "--join", "--resume")
     first = rows_of(tmp_path / "rows.json", *options[:3])
     row, other = rows_of(tmp_path / "rows.json", *options)  # goes on with the second
@@ -228,6 +238,11 @@ def test_rows_of_learning(tmp_path):
     assert row["steps"] == row["every"] * len(row["train"]) == row["every"] * len(row["held_out"])
     assert row["train"][-1] < row["train"][0]
     assert row["loss"] > 0 and row["parameters"] == learning.parameters(learning.TINY)
+
+
+def test_text_is_of_all_packages():
+    stdlib, *packages = learning.folders()
+    assert (stdlib / "asyncio").is_dir() and any((path / "numpy").is_dir() for path in packages)
 
 
 def test_the_model_that_learns_is_large():

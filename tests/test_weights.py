@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, collectives, quantizings
+from helpers import assert_bits_equal, assert_refused, collectives, normal, quantizings
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -22,18 +22,14 @@ RECIPES = {
 }
 
 
-def floats(shape, seed=0, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
 def params():
     """A stack of layers: three matrices each, and a vector."""
     shapes = {"gate": (WIDTH, INNER), "up": (WIDTH, INNER), "down": (INNER, WIDTH)}
     found = {
-        name: floats((LAYERS, *shape), i) * shape[0] ** -0.5
+        name: normal((LAYERS, *shape), i) * shape[0] ** -0.5
         for i, (name, shape) in enumerate(shapes.items())
     }
-    return found | {"scale": 1 + floats((LAYERS, WIDTH), 7) / 8}
+    return found | {"scale": 1 + normal((LAYERS, WIDTH), 7) / 8}
 
 
 def layer(recipe, x, w):
@@ -53,11 +49,11 @@ def loss(recipe, once, weights, x):
 # ---- which leaves ---
 def test_matrices_are_quantized_and_others_stay():
     tree = {
-        "matrix": floats((64, 40)),
-        "odd": floats((40, 64)),
-        "vector": floats((64,)),
-        "experts": floats((2, 64, 64)),
-        "frozen": jax_mx.quantize(floats((64, 32)), axis=0),
+        "matrix": normal((64, 40)),
+        "odd": normal((40, 64)),
+        "vector": normal((64,)),
+        "experts": normal((2, 64, 64)),
+        "frozen": jax_mx.quantize(normal((64, 32)), axis=0),
         "ids": jnp.arange(64).reshape(32, 2),
         "nothing": None,
     }
@@ -87,7 +83,7 @@ def test_bad_calls_get_one_sentence():
 @pytest.mark.parametrize("name", RECIPES)
 def test_of_one_dtype_it_is_what_products_quantize(name):
     """Bit for bit, gradients too."""
-    recipe, x, w = RECIPES[name], floats((48, 64)), floats((64, 96), 1)
+    recipe, x, w = RECIPES[name], normal((48, 64)), normal((64, 96), 1)
 
     def once(x, w):
         return jax_mx.matmul(x, quantize_weights(w, recipe), recipe=recipe)
@@ -106,7 +102,7 @@ def test_of_one_dtype_it_is_what_products_quantize(name):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_masters_are_float32_beside_other_activations(dtype):
     """Rounded once; the result has the activations' dtype, the gradient the masters'."""
-    x, w, recipe = floats((48, 64), dtype=dtype), floats((64, 96), 1), MXFP8_ROWS
+    x, w, recipe = normal((48, 64), dtype=dtype), normal((64, 96), 1), MXFP8_ROWS
     weight = quantize_weights(w, recipe)
     q = jax_mx.quantize(w, axis=0, window="row", transpose=True)
     assert_bits_equal(weight.contracted_form.array.values, q.values)
@@ -121,7 +117,7 @@ def test_masters_are_float32_beside_other_activations(dtype):
     assert jax_mx.dot_general(x[None], weight, numbers).dtype == dtype
     with jax.numpy_dtype_promotion("standard"):
         assert jax_mx.matmul(x, w).dtype == jnp.float32  # as jnp promotes floats
-    experts = MXFP8.quantize_weight(floats((2, 64, 32)), contracting=1, batch=0)
+    experts = MXFP8.quantize_weight(normal((2, 64, 32)), contracting=1, batch=0)
     assert jax_mx.ragged_dot(x, experts, jnp.asarray([20, 28], jnp.int32)).dtype == dtype
 
 
@@ -129,7 +125,7 @@ def test_masters_are_float32_beside_other_activations(dtype):
 @pytest.mark.parametrize("name", ["rows", "mxfp8"])
 def test_layers_in_a_scan(name):
     """The scan slices what was quantized; nothing of a weight is quantized again."""
-    recipe, weights, x = RECIPES[name], params(), floats((64, WIDTH), 9)
+    recipe, weights, x = RECIPES[name], params(), normal((64, WIDTH), 9)
     gradient = jax.value_and_grad(functools.partial(loss, recipe, True))
     value, got = jax.jit(gradient)(weights, x)
 
@@ -155,7 +151,7 @@ def test_layers_in_a_scan(name):
 
 
 def test_microbatches_share_it():
-    weights, x = params(), floats((4, 32, WIDTH), 9, jnp.bfloat16)
+    weights, x = params(), normal((4, 32, WIDTH), 9, jnp.bfloat16)
 
     def total(weights, x):
         own = quantize_weights(jax.tree.map(lambda a: a[0], weights), MXFP8_ROWS)
@@ -179,7 +175,7 @@ def test_microbatches_share_it():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_codes_move_where_devices_have_parts(name, kind):
     """FSDP: masters stay in parts, codes are gathered, one direction for each pass."""
-    recipe, weights, x = RECIPES[name], params(), floats((256, WIDTH), 9, jnp.bfloat16)
+    recipe, weights, x = RECIPES[name], params(), normal((256, WIDTH), 9, jnp.bfloat16)
     if kind == AxisType.Explicit and name == "tiles":
         pytest.skip("parts of 32 rows cut tiles, which explicit axes refuse")
     gradient = jax.value_and_grad(functools.partial(loss, recipe, True))
@@ -208,7 +204,7 @@ def test_gathered_rows_are_those_of_the_whole_weight(spec):
     """In shard_map devices share the amaxes of rows that lie among them, and move codes."""
     kinds = {"axis_types": (AxisType.Auto,), "devices": jax.devices("cpu")}
     mesh = jax.make_mesh((8,), ("data",), **kinds)
-    w = floats((WIDTH, INNER)) * jnp.exp2(jnp.arange(WIDTH) % 9)[:, None]
+    w = normal((WIDTH, INNER)) * jnp.exp2(jnp.arange(WIDTH) % 9)[:, None]
     want = jax.tree.leaves(MXFP8_ROWS.quantize_weight(w))[1:]  # behind the floats
 
     def local(w):

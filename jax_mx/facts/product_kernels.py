@@ -29,6 +29,9 @@ from jax_mx.launch.chips import ARCHS
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
+# Rows of x in the smallest tiles: in the first of them W goes from memory into registers. Groups
+# and what these kernels do not serve take the second.
+DIRECT, FEWEST = 4, 8
 UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies can read rows
 
 
@@ -89,6 +92,12 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         ProductKernel("matmul", "cutedsl", (format,), rows)
         for rows in (256, 128, 64, 16, 8)
         for format in _FORMATS
+    ),
+    # Zeros keep the blocks of these apart, and E5M2 has infinities.
+    *(
+        ProductKernel("matmul", "cutedsl", (format,), DIRECT)
+        for format in _FORMATS
+        if format != MXFP8_E5M2
     ),
     *(
         ProductKernel("matmul_fp8", "cutedsl", formats, rows, window, tiles)

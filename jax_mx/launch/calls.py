@@ -6,20 +6,20 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import ffi
 from jax.interpreters import mlir
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
 
 from jax_mx.launch import compiler, private, store
 from jax_mx.launch.binary import Binary
 from jax_mx.launch.chips import arch_of
 from jax_mx.launch.rule import call_attributes
+from jax_mx.launch.speeds import MOVES, Work, seconds
 
 logger = logging.getLogger("jax_mx")
 
@@ -88,7 +88,7 @@ def emit(
     kernels: Mapping[str, Mapping[str, Any]],
     layouts: Sequence[Sequence[int]] | None = None,
     batch: int | None = None,
-    seconds: Callable[[str], float] | None = None,
+    work: Work = MOVES,
     **attributes: Any,
 ) -> Any:
     """The custom call that launches a kernel.
@@ -99,7 +99,7 @@ def emit(
       kernels: see `kernels_of`.
       layouts: of operands, then of results, from minor to major; None: row-major.
       batch: how many leading dimensions XLA may split, all alike; None: none.
-      seconds: a function of a chip that gives the call's time there, for XLA's scheduler.
+      work: of the kernel, beside its moves.
       attributes: of `rule.call_attributes`.
     """
     n = len(ctx.avals_in)
@@ -107,37 +107,33 @@ def emit(
         store.TARGET,
         operand_layouts=None if layouts is None else layouts[:n],
         result_layouts=None if layouts is None else layouts[n:],
-        extra_attributes=_read_by_xla(ctx, kernels, batch, seconds),
+        extra_attributes=_attributes(ctx, kernels, batch, work),
     )
-    attributes = call_attributes(kernels, **attributes)
-    if private.of_shard.get():
-        return _in_function(ctx, functools.partial(rule, ctx, **attributes), operands)
-    return rule(ctx, *operands, **attributes)
+    call = functools.partial(rule, ctx, **call_attributes(kernels, **attributes))
+    return private.in_function(ctx, call, operands) if private.of_shard() else call(*operands)
 
 
-def _read_by_xla(
-    ctx: mlir.LoweringRuleContext,
-    chips: Iterable[str],
-    batch: int | None,
-    seconds: Callable[[str], float] | None,
+def _attributes(
+    ctx: mlir.LoweringRuleContext, chips: Iterable[str], batch: int | None, work: Work
 ) -> dict[str, Any]:
-    """Attributes for XLA's scheduler and its partitioner.
+    """The attributes that XLA's scheduler and its partitioner read.
 
-    The scheduler hides collectives behind calls. Without `latency_metadata`, in ns, it counts 10 us
-    for each call, and some take a hundred times as long.
+    The scheduler hides collectives behind calls. It takes a call for 10 us, unless
+    `latency_metadata` says how many ns the call takes: a product takes a hundred times as long.
     """
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if not all(isinstance(n, int) for aval in avals for n in aval.shape):
         return {}  # shape-polymorphic: neither has numbers
     sharding = {} if batch is None else _sharding_attributes(ctx, batch)
-    read = {"num_batch_dims": str(batch)} if sharding else {}
-    if seconds is not None:
-        read = {"latency_metadata": str(round(1e9 * max(map(seconds, chips)))), **read}
-    return sharding | ({"mhlo.frontend_attributes": mlir.ir_attribute(read)} if read else {})
+    moved = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+    took = max(seconds(chip, moved, work) for chip in chips)
+    read = {"latency_metadata": str(round(1e9 * took))}
+    read |= {"num_batch_dims": str(batch)} if sharding else {}
+    return {**sharding, "mhlo.frontend_attributes": mlir.ir_attribute(read)}
 
 
 def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict[str, Any]:
-    """The attributes that let the partitioner split a call along its first `batch` dimensions."""
+    """The attributes by which the partitioner splits the call along `batch` dimensions."""
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     if len({aval.shape[:batch] for aval in avals}) > 1:
         return {}  # leading dimensions differ: a program of one device
@@ -146,36 +142,15 @@ def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict[str,
     terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
     n = len(ctx.avals_in)
     sides = [", ".join(" ".join(term) for term in side) for side in (terms[:n], terms[n:])]
-    types = _types(avals)
-    whole = tuple(name for term in terms for name in term[1:])
-    notation = " -> ".join(sides)
-    rule = private.sharding_rule(notation, types[:n], types[n:], need_replication_factors=whole)
-    return {"sdy.sharding_rule": rule}
-
-
-def _types(avals: Iterable[Any]) -> list[ir.Type]:
-    return [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in avals]
-
-
-def _in_function(ctx: mlir.LoweringRuleContext, emit: Callable, operands: Sequence[ir.Value]):
-    """A call in a function of its own, where its frontend attributes stay.
-
-    XLA's partitioner puts a shard's operations in place of the call that it splits, and gives each
-    of them the attributes of that call. It does not look into functions, and drops the attribute
-    that keeps this one from being inlined before.
-    """
-    module = ctx.module_context
-    types = [operand.type for operand in operands]
-    results = _types(ctx.avals_out)
-    function = func.FuncOp("mx_call", (types, results), ip=module.ip)
-    function.attributes["sym_visibility"] = ir.StringAttr.get("private")
-    module.symbol_table.insert(function)
-    with ir.InsertionPoint(function.add_entry_block()):
-        func.ReturnOp([*emit(*function.arguments)])
-    name = ir.FlatSymbolRefAttr.get(function.name.value)
-    call = func.CallOp(results, name, [*operands])
-    call.attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"inlineable": "false"})
-    return [*call.results]
+    types = private.types_of(avals)
+    return {
+        "sdy.sharding_rule": private.sharding_rule(
+            " -> ".join(sides),
+            types[:n],
+            types[n:],
+            need_replication_factors=tuple(name for term in terms for name in term[1:]),
+        ),
+    }
 
 
 def batched(args, dims, shared: Collection[int] = ()) -> list:

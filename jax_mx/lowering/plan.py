@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,8 +31,6 @@ from jax_mx.facts.product_kernels import ProductKernel
 from jax_mx.facts.signatures import Array, Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.windows import ROW, Window, in_blocks, of_kernels
-from jax_mx.launch.chips import arch_of
-from jax_mx.lowering.speeds import SPEEDS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,17 +319,6 @@ class ProductPlan:
 
 
 AnyPlan = Plan | ProductPlan
-
-
-def seconds(plan: AnyPlan, chip: str, operands: Sequence[Any], results: Sequence[Any]) -> float:
-    """About how long a call of arrays with these shapes takes: the longer of its moves and sums."""
-    memory, bfloat16, fp8 = SPEEDS[cast(str, arch_of(chip))]
-    moved = sum(math.prod(a.shape) * a.dtype.itemsize for a in (*operands, *results)) / memory
-    if plan.op not in ("matmul", "matmul_fp8", "wgrad", "wgrad_fp8"):
-        return moved / 1e12
-    # Each element of x meets an element of each of y's columns.
-    flop = 2 * math.prod(operands[0].shape) * results[0].shape[-1]
-    return max(moved / 1e12, flop / (fp8 if plan.op.endswith("fp8") else bfloat16) / 1e15)
 
 
 # ---- as JSON has them ---

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,9 +30,10 @@ from jax_mx.launch import calls, compiler, private, store
 from jax_mx.launch import chips as chip_table
 from jax_mx.launch.calls import batched, say_once
 from jax_mx.launch.private import define, vary_alike
+from jax_mx.launch.speeds import MOVES, Work
 from jax_mx.launch.targets import Target, target_of
 from jax_mx.lowering import registry
-from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan, seconds
+from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
 from jax_mx.lowering.registry import Refusal, Support
 
 
@@ -112,10 +114,26 @@ def _call(
         merge = view.merge
     absent = [signature.number(name) for name in plan.lacks]
     splits = not signature.has_replicated  # see there
-    where: dict[str, Any] = {"merge": merge, "absent": absent, "device": device}
-    where |= {"layouts": layouts, "batch": batch if splits else None}
-    where["seconds"] = lambda chip: seconds(plan, chip, ctx.avals_in, ctx.avals_out)
-    return calls.emit(ctx, *operands, kernels=kernels, **where)
+    return calls.emit(
+        ctx,
+        *operands,
+        kernels=kernels,
+        layouts=layouts,
+        batch=batch if splits else None,
+        work=_work_of(plan, ctx.avals_in, ctx.avals_out),
+        merge=merge,
+        absent=absent,
+        device=device,
+    )
+
+
+def _work_of(plan: AnyPlan, operands: Sequence[Any], results: Sequence[Any]) -> Work:
+    """What a call of arrays with these shapes computes beside its moves."""
+    if plan.op not in ("matmul", "matmul_fp8", "wgrad", "wgrad_fp8"):
+        return MOVES
+    # Each element of x meets an element of each of y's columns.
+    flop = 2 * math.prod(operands[0].shape) * results[0].shape[-1]
+    return Work(flop, plan.op.endswith("fp8"))
 
 
 def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, op: Op, plan: Plan, **call: Any):

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jax_mx import reference
 from jax_mx.arrays.views import Result, View
 from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.product_kernels import DIRECT, FEWEST
 from jax_mx.facts.sources import COLUMNS, ROWS, Source, X
 from jax_mx.launch import partition
 from jax_mx.launch.calls import batched
@@ -92,6 +93,8 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
         a.reshape(-1, *a.shape[2:]) if a.ndim > rank else a
         for a, rank in zip(args, ranks, strict=False)
     ]
+    if plan.rows == DIRECT and one and flat[0].shape[0] > DIRECT:  # else W is read too often
+        plan = dataclasses.replace(plan, rows=FEWEST)
     (y,) = primitive.bind(*flat, plan=plan)
     return [y.reshape(size, rows, y.shape[-1])], [0]
 

@@ -22,6 +22,7 @@ at most 4e-3. Where one product in each window is 2^13 times the others, it is 2
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,13 +31,18 @@ import numpy as np
 
 from jax_mx.arrays.checks import is_symbolic
 from jax_mx.facts.formats import BLOCK, Format
-from jax_mx.facts.product_kernels import PRODUCTS, TILE, UNIT, fp8_rows
+from jax_mx.facts.product_kernels import FEWEST, PRODUCTS, TILE, UNIT, ProductKernel, fp8_rows
 from jax_mx.lowering import products
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.products.arrangements import padded
 
 # How many rows of x tiles may have, in ascending order: each tiling is a kernel.
 ROWS = tuple(sorted({p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")}))
+# The same of floats times codes, by W's format and whether W is free.
+_TILES = {
+    key: [n for n in ROWS if ProductKernel("matmul", "cutedsl", key[0], n, free=key[1]) in PRODUCTS]
+    for key in {(p.formats, p.free) for p in PRODUCTS if p.op == "matmul"}
+}
 # Tiles of 256 rows, so many, take half of a Hopper's multiprocessors: twice as many of 128 rows are
 # faster. On an H200, K 7168, N 4096, 2026-11-24: 256 rows 71 us and 33, 512 rows 73 and 53; 1024
 # rows, which are 128 tiles, 79 and 105.
@@ -65,9 +71,11 @@ def plan_of(
     """
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     if tile is None:
-        few = op == "matmul"
-        tile = _tile_for(rows, strips) if few else _fp8_tile_for(rows, window, tiles, grouped)
-        tile = max(tile, TILE) if free else tile  # there are none of fewer rows
+        if op == "matmul":
+            allowed = [n for n in _TILES[formats, free] if n >= FEWEST or not grouped]
+            tile = _tile_for(rows, strips, allowed)
+        else:
+            tile = _fp8_tile_for(rows, window, tiles, grouped)
     return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation, free)
 
 
@@ -106,13 +114,13 @@ def strips_of(groups: int, columns: int) -> float:
     return groups * math.ceil(columns / TILE)
 
 
-def _tile_for(rows: float, strips: float) -> int:
-    """How many rows a tile should have where groups have so many."""
-    most = ROWS[-1]
+def _tile_for(rows: float, strips: float, allowed: Sequence[int]) -> int:
+    """How many rows a tile should have, of these numbers, where groups have so many."""
+    most = allowed[-1]
     if is_symbolic(rows):
         return most
-    few = math.ceil(rows / most) * strips <= _FEW_TILES
-    allowed = ROWS[:-1] if few else ROWS
+    if math.ceil(rows / most) * strips <= _FEW_TILES:
+        allowed = allowed[:-1]
     return next((n for n in allowed if rows <= n), allowed[-1])
 
 

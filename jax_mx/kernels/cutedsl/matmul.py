@@ -1,9 +1,12 @@
 """Products of floats x and codes W: which kernels a binary has."""
 
-from jax_mx.facts.product_kernels import ProductKernel
+import dataclasses
+
+from jax_mx.facts.product_kernels import DIRECT, FEWEST, ProductKernel
 from jax_mx.kernels.cutedsl.matmul_few import Few, Nibbles, Rings
 from jax_mx.kernels.cutedsl.matmul_free import Free, PlainFree
 from jax_mx.kernels.cutedsl.matmul_many import CodeStages, Warps
+from jax_mx.kernels.cutedsl.matmul_vector import Direct
 from jax_mx.kernels.cutedsl.products import Plain, ProductEntry
 
 FEW = 16  # rows of x, up to which `Few` is faster
@@ -12,6 +15,9 @@ FEW = 16  # rows of x, up to which `Few` is faster
 def entries(product: ProductKernel, arch: str, tile=None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
     plain = (PlainFree if product.free else Plain)(product, arch)
+    if product.rows == DIRECT:  # what these do not serve, the next larger tiles do
+        direct = Direct(product, arch, tile)
+        return [direct, *entries(dataclasses.replace(product, rows=FEWEST), arch)]
     if product.rows <= FEW:
         kind = Few if product.formats[0].codes_per_byte == 1 else Nibbles
         tile = tile or Rings(**plain.tuned("Few"))

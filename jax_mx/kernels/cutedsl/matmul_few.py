@@ -75,6 +75,31 @@ def spread_e2m1(word: Uint32) -> list:
     return found
 
 
+def factors_of_e2m1(scale: Int32) -> list:
+    """Two factors of a scale's byte, each twice in a word: the second is 1 for most."""
+    twice = Uint32(0x00800080)
+    rest = Uint32(cutlass.max(scale, Int32(128)) - 1) * twice
+    rest = Uint32(cutlass.select_(scale == 255, Uint32(0x7FC07FC0), rest))
+    return [Uint32(cutlass.min(scale + 126, Int32(254))) * twice, rest]
+
+
+def scaled_e2m1(codes: Uint32, factors: list) -> list:
+    """Eight codes as four words of bfloat16, times each factor."""
+    pairs = spread_e2m1(codes)
+    for factor in factors:
+        pairs = [times(pair, factor) for pair in pairs]
+    return pairs
+
+
+def in_order_of_e2m1(pairs: list) -> list:
+    """Eight elements of x, four words, in the order of `spread_e2m1`."""
+    return [
+        convert.bytes_of(pairs[i], pairs[i + 2], select)
+        for i in range(2)
+        for select in (0x5410, 0x7632)
+    ]
+
+
 def word_of_block(address: Int32) -> Int32:
     """An integer at an address that `mapped` gives."""
     return convert.ptx("ld.shared::cluster.b32 {$w0}, [{$r0}];", Int32, Int32(address))
@@ -594,7 +619,10 @@ class Nibbles(Few):
         for i in range_constexpr(8):
             bytes_[i] = Int32(load_shared(scales + (8 * i + g) * 4 + q, 8))
             most = cutlass.max(most, bytes_[i])
-        operands = [[self.right_of(right, j, c) for c in range(self.wide)] for j in range(4)]
+        operands = [
+            [in_order_of_e2m1([right[i, j, c] for i in range(4)]) for c in range(self.wide)]
+            for j in range(4)
+        ]
         place = ring + g * LINE + q * 16
         if cute.arch.vote_any_sync(most > 128):
             self.add_products(acc, operands, place, bytes_, True)
@@ -614,9 +642,9 @@ class Nibbles(Few):
                 smem = cute.AddressSpace.smem
                 from_ = cute.make_ptr(Uint32, place, smem, assumed_align=16)
                 cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(4)), codes[None, r])
-                factors.append(self.factors(bytes_[2 * m + r])[: 1 + twice])
+                factors.append(factors_of_e2m1(bytes_[2 * m + r])[: 1 + twice])
             for j in range_constexpr(4):
-                left = [self.left_of(codes[j, r], factors[r]) for r in range(2)]
+                left = [scaled_e2m1(codes[j, r], factors[r]) for r in range(2)]
                 for c in range_constexpr(self.wide):
                     sums = [acc[v, c, m] for v in range(4)]
                     for k in range_constexpr(2):
@@ -624,27 +652,3 @@ class Nibbles(Few):
                         sums = product(a, operands[j][c][2 * k : 2 * k + 2], sums)
                     for v in range_constexpr(4):
                         acc[v, c, m] = sums[v]
-
-    @staticmethod
-    def factors(scale: Int32) -> list:
-        """The two factors of a scale's byte, each twice in a word: the second is 1 for most."""
-        twice = Uint32(0x00800080)
-        rest = Uint32(cutlass.max(scale, Int32(128)) - 1) * twice
-        rest = Uint32(cutlass.select_(scale == 255, Uint32(0x7FC07FC0), rest))
-        return [Uint32(cutlass.min(scale + 126, Int32(254))) * twice, rest]
-
-    def left_of(self, codes: Uint32, factors: list) -> list:
-        """Eight codes as four words of bfloat16."""
-        words = spread_e2m1(codes)
-        for factor in factors:
-            words = [times(word, factor) for word in words]
-        return words
-
-    def right_of(self, right, j: int, c: int) -> list:
-        """A lane's eight elements of x in the order of eight codes."""
-        words = [right[i, j, c] for i in range(4)]
-        return [
-            convert.bytes_of(words[i], words[i + 2], select)
-            for i in range(2)
-            for select in (0x5410, 0x7632)
-        ]
