@@ -206,7 +206,7 @@ def chosen(
 def fitting(variant: Binary, arch: str) -> Iterator[Any]:
     """The candidates but those that are known to spill in some entry of the binary."""
     kernel, _ = chosen(variant, arch)
-    layouts = layouts_of(variant) if isinstance(variant, Variant) else ("row_major",)
+    layouts = layouts_of(variant, arch) if isinstance(variant, Variant) else ("row_major",)
     entries = [*itertools.product((SCALE_LAYOUTS[layout] for layout in layouts), (True, False))]
     for tile in candidates(variant):
         fields = dataclasses.asdict(tile)

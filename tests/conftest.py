@@ -120,7 +120,7 @@ def pytest_configure(config):
 def pytest_collection(session):
     """Thousands of tests are there to stay: nothing of them is garbage, now or later.
 
-    What modules compute when they are imported is compiled quickly.
+    Computations of modules that are imported are compiled quickly.
     """
     global _quick
     _quick = not session.config.getoption("--thorough")

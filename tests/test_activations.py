@@ -724,7 +724,7 @@ HERE = [v for v in ACTIVE if arch_here() is None or arch_here() in ARCHS[v.imple
 SHAPES = {
     "last": [(7, 96), (513, 4128), (129, 160), (1, 32)],
     "second": [(32, 1), (160, 257), (96, 7), (544, 72), (64, 1145)],
-    "both": [(32, 32), (96, 160), (288, 544), (544, 4128)],
+    "both": [(32, 32), (96, 160), (160, 224), (64, 320), (288, 544), (544, 4128)],
 }
 
 
@@ -831,7 +831,7 @@ def test_the_float_is_the_same_on_the_gpu(name):
 @pytest.mark.parametrize("variant", HERE, ids=lambda v: v.name)
 def test_every_kernel(variant):
     """Every gate; each layout, scaling and entry; lengths off every tile."""
-    scalings, layouts = [*Scaling], layouts_of(variant)
+    scalings, layouts = [*Scaling], layouts_of(variant, arch_here() or "")
     form = str(variant.form).removesuffix("_transposed")
     for i, (rows, length) in enumerate(SHAPES[form]):
         length = fitting(variant, length)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +14,22 @@ import numpy as np
 import pytest
 from exact import assert_equal, assert_equal_or_flushed, changed, integers, wanted
 from exact import floats as random_floats
+from helpers import assert_bits_equal, random_bits
 
 import jax_mx
-from jax_mx.facts.formats import MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
-from jax_mx.facts.layouts import BLOCKED_128X4
+from jax_mx.facts.formats import FORMATS, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Scaling
+from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
+from jax_mx.facts.windows import SQUARE
 from jax_mx.launch import partition, store, targets
-from jax_mx.products import multiply, reads, splitting, tcgen05, tcgen05_kernel
+from jax_mx.lowering import registry
+from jax_mx.lowering.plan import Plan
+from jax_mx.products import multiply, operand, reads, splitting, tcgen05, tcgen05_kernel
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.splitting import as_traced
+from jax_mx.sources.gated_gradient import GradientSource
 
 utils = pytest.importorskip("jax.experimental.mosaic.gpu.utils")
 executed = pytest.mark.skipif(bool(mosaic.missing()), reason=mosaic.missing())
@@ -407,6 +414,66 @@ def test_layers_by_the_kernel(name, recipe, on_blackwell, monkeypatch):
         assert_equal(y, np.asarray(wants))
 
 
+def perceptron(interleaved=False):
+    """The gradients of a perceptron, and operands: gates end, and ups begin, inside a tile."""
+
+    def loss(*args):
+        y = jax_mx.mlp(*args, recipe="mxfp8", residuals="floats", interleaved=interleaved)
+        return y.astype(jnp.float32).sum()
+
+    operands = (rng(i).integers(-2, 3, s) for i, s in enumerate([(160, 64), (64, 192), (96, 64)]))
+    return jax.grad(loss, (0, 1, 2)), [jnp.asarray(a, jnp.bfloat16) for a in operands]
+
+
+def both_ways(formats, **how):
+    """The answers of a B300 and an H100 to a quantizer of both directions, with tiles."""
+    how = {"preprocessing": (NO_PREPROCESSING,) * 2, "transpose": True} | how
+    how |= {"scaling": Scaling.RCEIL, "value_layouts": (ROW_MAJOR_VALUES,) * 2}
+    plan = Plan("quantize_both", np.dtype("bfloat16"), formats, scale_layout=BLOCKED_128X4, **how)
+    with registry.by_tables():
+        return [registry.chosen(plan, "cuda", [chip]) for chip in ("sm_103", "sm_90")]
+
+
+def test_gradients_of_an_activation_lie_in_tiles(on_blackwell):
+    """One kernel for sm_100f writes them."""
+    step, operands = perceptron()
+    calls = [*multiply.contractions_in(jax.make_jaxpr(step)(*operands).jaxpr)]
+    assert len(calls) == 6
+    assert {q.scale_layout for c in calls for q in (c.lhs, c.rhs)} == {BLOCKED_128X4}
+    served = both_ways((MXFP8_E4M3,) * 2, source=GradientSource())
+    assert [s.implementation for s in served] == ["cutedsl"] * 2
+    assert [s.via_floats for s in served] == [False, True]
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
+def test_square_blocks_are_written_for_each_reader(format, on_blackwell):
+    """As the one array expands along either axis; one kernel for sm_100f writes both."""
+    recipe = jax_mx.Recipe(lhs=format, rhs=format, gradient=format, block=(32, 32))
+    w = jnp.asarray(random_bits((96, 160), "bfloat16"))
+    forms = recipe.quantize_weight(w)
+    square = jax_mx.quantize(w, format, block=(32, 32))
+    for form, q in ((forms.contracted_form, square.mT), (forms.free_form, square)):
+        assert form.axis == -1
+        want = tiled(q.expand(-1))
+        assert (form.array.block, form.array.window) == (want.block, want.window)
+        for mine, theirs in ((form.array.values, want.values), (form.array.scales, want.scales)):
+            assert_bits_equal(mine, theirs)
+    own = (Preprocessing(window=SQUARE),) * 2
+    served = both_ways((FORMATS[format],) * 2, preprocessing=own)
+    assert [s.implementation for s in served] == ["cutedsl", "xla"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients_in_tiles_are_those_in_rows(interleaved, on_blackwell):
+    step, operands = perceptron(interleaved)
+    own = step(*operands)
+    with targets.traced_for(("sm_90",)):
+        other = step(*operands)
+    for mine, theirs in zip(own, other, strict=True):
+        assert_equal(mine, np.asarray(theirs, np.float32))
+
+
 # ---- what serves what ---
 def call(lhs, rhs, sums=False, align=128, axes=(1, 1), dtype="bfloat16", groups=4, **how):
     grouped = rhs.ndim == 3 or sums
@@ -428,6 +495,10 @@ def test_what_serves_what(on_blackwell):
     x, w, stack = mx(512, 256), mx(384, 256), mx(4, 384, 256)
     for chip in ("sm_100", "sm_103"):
         assert name(x, w, chip=chip) == name(x, stack, axes=(1, 2), chip=chip) == "tcgen05"
+    assert "tcgen05" not in {
+        name(mx(0, 256), w),
+        name(x, mx(0, 256)),
+    }  # there is nothing to compute
     assert name(x, w, chip="sm_120") == "scaled_dot"
     assert name(x, stack, axes=(1, 2), chip="sm_120") == "dequantize"
     assert name(x, w, exact=True) == "scaled_dot"
@@ -518,6 +589,41 @@ def test_exports_carry_the_kernel(name, where, recipe, without_code, monkeypatch
     assert archs == {(10, int(chip[-1]))}
 
 
+def experts():
+    """Gradients of a layer of experts, and the operands."""
+    shapes = ((300, 64), (4, 64, 192), (4, 96, 64))
+    choices = jnp.zeros((300, 2), jnp.int32), jnp.ones((300, 2), jnp.float32)
+
+    def loss(*args):
+        return jax_mx.moe(args[0], *choices, *args[1:], recipe="mxfp8").astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2)), [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
+
+
+def squares(rows=300):
+    """Gradients of a product with a weight in square blocks, and the operands."""
+    step = functools.partial(gradients, sizes=None, recipe=jax_mx.Recipe(block=(32, 32)))
+    return step, [jnp.ones(shape, jnp.bfloat16) for shape in ((rows, 96), (96, 160))]
+
+
+@executed
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("layer", [perceptron, experts, squares, "rows"])
+def test_xla_brings_no_scales_into_tiles(layer, without_code, monkeypatch):
+    """In programs of one device; were scales in rows, it would."""
+    monkeypatch.setenv("JAX_MX_ARCHS", "sm_100f")
+    monkeypatch.setattr(store, "exported", lambda chips: ["sm_100"])
+    if layer == "rows":
+        monkeypatch.setattr(operand, "layout_for_trace", lambda *_: ROW_MAJOR)
+    step, operands = squares(172) if layer == "rows" else layer()  # JAX keeps what it traced
+    how = {"platforms": ("cuda",), "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    program = jax.export.export(jax.jit(lambda *args: step(*args)), **how)
+    text = program(*operands).mlir_module()
+    assert "@mosaic_gpu_v2" in text
+    swizzled = re.findall(r"stablehlo.transpose .*x4x32x\d+x4xui8>", text)
+    assert bool(swizzled) == (layer == "rows")
+
+
 @executed
 def test_exports_carry_the_dense_kernel_of_jax(without_code, monkeypatch):
     monkeypatch.setenv("JAX_MX_ARCHS", "sm_100f")
@@ -586,6 +692,37 @@ def test_tiles_are_split_as_rows_are(where, on_blackwell):
         assert text.count(f" {op}(") == text_of_rows.count(f" {op}("), op
     for mine, theirs in zip(y, want, strict=True):
         assert_equal(mine, np.asarray(theirs))
+
+
+@pytest.mark.sampled(3, 1)
+@pytest.mark.parametrize("where", ["shard_map", "auto", "explicit"])
+def test_gathered_weights_keep_their_tiles(where, on_blackwell):
+    """Where parts have whole tiles, what products read is what one device quantizes."""
+    kind = jax.sharding.AxisType.Explicit if where == "explicit" else jax.sharding.AxisType.Auto
+    mesh, spec = jax.make_mesh((2,), ("a",), axis_types=(kind,)), jax.sharding.PartitionSpec("a")
+
+    def forms(weight):
+        return [weight.contracted_form, weight.free_form]
+
+    for rows, layout in ((512, BLOCKED_128X4), (448, ROW_MAJOR)):
+        w = jnp.asarray(rng().integers(-2, 3, (rows, 256)), jnp.float32)
+
+        def gathered(w, layout=layout):
+            every = forms(jax_mx.gather_weight(w, spec, "mxfp8"))
+            assert {form.array.scale_layout for form in every} == {layout}
+            return jax.tree.leaves(every)
+
+        whole = jax.tree.leaves(forms(jax_mx.MXFP8.quantize_weight(w)))
+        if where == "shard_map":
+            how = {"in_specs": spec, "out_specs": jax.sharding.PartitionSpec(), "check_vma": False}
+            gathered = jax.shard_map(gathered, mesh=mesh, **how)
+        with jax.set_mesh(mesh):
+            w = jax.device_put(w, jax.sharding.NamedSharding(mesh, spec))
+            if layout == ROW_MAJOR:
+                jax.eval_shape(gathered, w)
+                continue
+            for mine, theirs in zip(jax.jit(gathered)(w), whole, strict=True):
+                assert_bits_equal(mine, theirs)
 
 
 @executed

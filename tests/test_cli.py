@@ -22,12 +22,14 @@ from safetensors.flax import save_file as save_jax
 from safetensors.numpy import save_file
 
 import jax_mx
-from jax_mx.command import here, output, plain, ran, samples, tensors
+from jax_mx.command import here, multiplying, output, plain, ran, samples, tensors
 from jax_mx.command import report as cli
 from jax_mx.facts import verified
 from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.launch import store
+from jax_mx.launch.chips import ARCHS
 from jax_mx.lowering.registry import Support
+from jax_mx.products import tcgen05
 
 pytestmark = pytest.mark.any_device
 ONE = ["--format", "mxfp8_e4m3", "--scaling", "floor"]
@@ -610,3 +612,15 @@ def test_emulated(arch, good, capsys):
     assert f"({arch})" in out
     served = rows(out, "quantize")
     assert served[0][:2] == ["mxfp8_e4m3", "flydsl"]
+
+
+def test_the_command_says_what_a_newer_jax_brings(monkeypatch):
+    monkeypatch.setattr(tcgen05, "VERSION", (99, 1))
+    monkeypatch.setattr(multiplying, "ARCHS", {"cutedsl": {"sm_100f": ARCHS["cutedsl"]["sm_100f"]}})
+    facts = multiplying.multiplying()
+    wants = (
+        f"sm_100f: 'tcgen05' wants JAX 99.1, this is {jax.__version__}; install it or a newer one."
+    )
+    assert multiplying.lacking(facts) == [wants]
+    monkeypatch.setattr(tcgen05, "VERSION", (0,))
+    assert multiplying.lacking(multiplying.multiplying()) == []

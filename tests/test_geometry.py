@@ -1,6 +1,7 @@
 """Where kernels of either DSL say that bytes lie, in Python's integers; a GPU runs the whole."""
 
 import doctest
+import itertools
 import math
 
 import numpy as np
@@ -97,6 +98,22 @@ def test_regions_cover_whole_tiles_of_scales(form):
             shape = geometry.scales_shape(direction, region, geometry.is_turned(direction, layout))
             if direction.blocks is not directions.Blocks.SQUARE:  # which no tiles have
                 assert all(n % pad == 0 for n, pad in zip(shape, layout.pad, strict=True))
+
+
+@pytest.mark.parametrize("layout", TILED, ids=repr)
+def test_parts_and_the_places_beyond_them_fill_tiles(layout):
+    """Scales of parts lie side by side; what is beyond a part meets no scale."""
+    for (pad, parts), count in itertools.product(
+        itertools.product(layout.pad, (1, 2, 3)), (1, 2, 3, 4, 5, 90, 127, 128, 129)
+    ):
+        beyond = [
+            geometry.padding_of_parts(within, part, parts, count, pad)
+            for part in range(parts)
+            for within in range(count, -(-count // pad) * pad)
+        ]
+        first, end = parts * count, -(-parts * count // pad) * pad
+        assert len({*beyond}) == len(beyond) and {*range(first, end)} <= {*beyond}
+        assert not beyond or min(beyond) >= first
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=repr)

@@ -29,8 +29,9 @@ from jaxlib.mlir import ir
 
 import jax_mx
 from jax_mx.facts import amd
+from jax_mx.facts.product_kernels import archs_of
 from jax_mx.facts.variants import layouts_of
-from jax_mx.facts.windows import ROW
+from jax_mx.facts.windows import ROW, SQUARE
 from jax_mx.kernels.shipped import existing
 from jax_mx.launch import toolchains
 from jax_mx.launch.chips import ARCHS
@@ -168,7 +169,7 @@ def test_amd_lacks_what_is_stated():
     lacks = {v.name: amd.lacking(v) for v in EVERY if v.implementation == "cutedsl"}
     assert {name for name, words in lacks.items() if not words} == names["flydsl"]
     assert {words for words in lacks.values() if words} == {*amd.LACKS}
-    plain = {v.name for v in EVERY if not v.source and v.window not in (256, ROW)}
+    plain = {v.name for v in EVERY if not v.source and v.window not in (256, ROW, SQUARE)}
     assert not [name for name, words in lacks.items() if words and name in plain]
 
 
@@ -176,9 +177,11 @@ def test_layouts_differ_as_documents_say():
     for v in EVERY:
         more = v.implementation == "flydsl" or {f.name for f in v.formats} == {"mxfp4_e2m1"}
         tiled = ("blocked_128x4", "shuffled_32x8")[: 1 + more]
+        plain = v.form.is_square or v.gives_floats or v.finds_amaxes
         gradient = isinstance(v.source, GradientSource)
-        plain = v.form.is_square or gradient or v.gives_floats or v.finds_amaxes
-        assert layouts_of(v) == (("row_major",) if plain else ("row_major", *tiled))
+        for arch in archs_of(v):
+            own = ("blocked_128x4",) * (arch == "sm_100f") if gradient else tiled
+            assert layouts_of(v, arch) == ("row_major", *(() if plain else own))
 
 
 # ---- the path of a tensor ---

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mx import launch
-from jax_mx.launch import Kernel, _ffi, calls, content, emulate, store
+from jax_mx.launch import Kernel, _ffi, calls, compiler, content, emulate, store
 from jax_mx.launch.chips import DSLS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -146,10 +146,15 @@ def test_an_export_carries_the_binary(platform, arch, softmax, monkeypatch):
     np.testing.assert_array_equal(exported.call(X[0]), reference(X[0]))
 
 
-def test_what_no_kernel_serves(softmax, caplog):
+def test_what_no_kernel_serves(softmax, caplog, monkeypatch, tmp_path):
     """The reference, with a line that says why; or, where a kernel is named, an error."""
     x = X[0].astype(jnp.bfloat16)
     calls.say_once.cache_clear()
+    worker = compiler._workers["flydsl"]
+    with monkeypatch.context() as patch:  # the process that compiles begins before the path grows
+        patch.setattr(sys, "path", [path for path in sys.path if path != str(EXAMPLES)])
+        worker.stop()
+        worker.ask({"binary": "unknown", "arch": "gfx942"}, tmp_path)
     with emulate("gfx942"):
         assert jax.jit(softmax)(x).dtype == jnp.bfloat16
         assert "row_softmax takes XLA" in caplog.text and "softmax takes float32" in caplog.text

@@ -8,6 +8,8 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from benchmarks import llama, program
 from jax_mx import MXFP4, MXFP8, Product, Recipe
-from jax_mx.launch import partition, private
+from jax_mx.launch import partition, private, targets
 from jax_mx.launch.partition import Rule, chosen
 from jax_mx.lowering import plan
 from jax_mx.products import multiply
@@ -511,6 +513,17 @@ def test_a_products_shard_is_a_kernel(on_hopper):
     # XLA's scheduler reads the time of the kernel, in a function of its own: see `_in_function`.
     (took,) = re.findall(r'latency_metadata = "(\d+)"', text)
     assert 0.8e3 < int(took) < 1e3 and 'inlineable = "false"' in text  # 1 GFLOP, 2.7 MB
+
+
+def test_a_program_for_devices_that_are_not_here_carries_its_kernels():
+    """The backend of a topology that is compiled for has no local device."""
+    backend = SimpleNamespace(platform="gpu", local_devices=list)
+    parameters = SimpleNamespace(for_export=False)
+    module = SimpleNamespace(platforms=["cuda"], backend=backend, lowering_parameters=parameters)
+    module.axis_context = None
+    context: Any = SimpleNamespace(module_context=module, platforms=["cuda"])
+    target = targets.target_of(context, "cuda")
+    assert target.chips is None and target.carries
 
 
 def test_a_products_shard_reads_parts_as_they_arrive(on_hopper):

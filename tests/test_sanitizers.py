@@ -165,7 +165,7 @@ def main(tool: str, part: str, only: str = "") -> None:
             ran += 1
             continue
         run = {"quantizers": run_quantizer, "made": run_made, "norms": run_norm}[part]
-        for layout in layouts_of(variant):
+        for layout in layouts_of(variant, arch_here() or ""):
             for shape in shapes_of(variant):
                 run(variant, layout, shape)
                 ran += 1

@@ -144,7 +144,7 @@ def test_a_sweep_shows_what_was_measured():
 
 def tiles_of(variant, arch):
     """For each entry of a quantizer (the kernel's row, its tile, layout, aligned)."""
-    for layout, aligned in itertools.product(layouts_of(variant), (True, False)):
+    for layout, aligned in itertools.product(layouts_of(variant, arch), (True, False)):
         kernel, tile = sweep.chosen(variant, arch, layout, aligned)
         yield kernel, tile, SCALE_LAYOUTS[layout], aligned
 
@@ -198,7 +198,7 @@ def spills_in(variant, arch, row) -> bool:
         return False
     if sweep.chosen(variant, arch)[0] != row["kernel"]:
         return False
-    layouts = layouts_of(variant) if variant in EXISTING else ("row_major",)
+    layouts = layouts_of(variant, arch) if variant in EXISTING else ("row_major",)
     return any(
         tuning.has(row["where"], tuning.facts_of(variant, SCALE_LAYOUTS[layout], aligned))
         for layout, aligned in itertools.product(layouts, (True, False))

@@ -21,17 +21,24 @@ _BINARIES = ("matmul", "wgrad")
 
 
 def multiplying() -> list[dict[str, Any]]:
-    """For each arch, what serves products in MXFP8 and how its kernels were executed."""
+    """For each arch, what serves products in MXFP8, how it was executed, what would bring more."""
     rows: list[dict[str, Any]] = []
     for archs in ARCHS.values():
         for arch, chips in archs.items():
             chip = next(iter(chips))
-            served = {"dense": dense_on(chip), "grouped": grouped_on(chip)}
+            answers = {"dense": dense_on(chip), "grouped": grouped_on(chip)}
+            served = {shape: names for shape, (names, _) in answers.items()}
+            lacks = dict.fromkeys(note for _, notes in answers.values() for note in notes)
             names = dict.fromkeys(name for names in served.values() for name in names)
             places = {name: place for name in names if (place := executed(name, arch))}
             facts: dict[str, Any] = {"arch": arch, "products": ", ".join(chips.values())}
-            rows.append(facts | served | {"executed": places})
+            rows.append(facts | served | {"executed": places, "lacks": [*lacks]})
     return rows
+
+
+def lacking(facts: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each arch on which a newer JAX, or a package, would bring kernels."""
+    return [f"{row['arch']}: {note}" for row in facts for note in row["lacks"]]
 
 
 def multiplying_table(facts: Sequence[dict[str, Any]]) -> Table:
@@ -47,7 +54,10 @@ def multiplying_table(facts: Sequence[dict[str, Any]]) -> Table:
     return head, rows
 
 
-def dense_on(chip: str) -> list[str]:
+Serving = tuple[list[str], list[str]]  # implementations, and what is passed over and why
+
+
+def dense_on(chip: str) -> Serving:
     """The names that serve a dense MXFP8 product on a chip: windows of 32, of 256 and of rows."""
     w, x = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 512), (1024, 512)))
     recipes = [jax_mx.Recipe(), jax_mx.Recipe(window=256), jax_mx.Recipe(window=ROW)]
@@ -55,7 +65,7 @@ def dense_on(chip: str) -> list[str]:
     return _served([functools.partial(product, recipe=recipe) for recipe in recipes], chip, x, w)
 
 
-def grouped_on(chip: str) -> list[str]:
+def grouped_on(chip: str) -> Serving:
     """The names that serve the three products of a layer of experts, by the recipe "auto"."""
     shapes = ((1024, 512), jnp.bfloat16), ((4, 512, 512), jnp.bfloat16), ((4,), jnp.int32)
     x, w, sizes = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
@@ -66,9 +76,11 @@ def grouped_on(chip: str) -> list[str]:
     return _served([jax.grad(loss, (0, 1))], chip, x, w, sizes)
 
 
-def _served(functions: Sequence[Any], chip: str, *args: Any) -> list[str]:
-    explained = (jax_mx.explain(f, *args, device=chip).calls for f in functions)
-    return [*dict.fromkeys(call.chosen for calls in explained for call in calls)]
+def _served(functions: Sequence[Any], chip: str, *args: Any) -> Serving:
+    explained = [jax_mx.explain(f, *args, device=chip) for f in functions]
+    names = dict.fromkeys(call.chosen for one in explained for call in one.calls)
+    notes = dict.fromkeys(note.partition(": ")[2] for one in explained for note in one.notes)
+    return [*names], [*notes]
 
 
 def executed(name: str, arch: str) -> str:

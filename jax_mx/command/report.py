@@ -102,6 +102,8 @@ class Report:
         self.facts["products"] = multiplying.multiplying()
         title = "What multiplies MXFP8 on each chip, with this JAX"
         self.screen.show(title, *multiplying.multiplying_table(self.facts["products"]))
+        if lacking := multiplying.lacking(self.facts["products"]):
+            say(*lacking, "")
 
     def measure_tensors(self) -> None:
         """Quantizes the tensors of files, or of the small network."""

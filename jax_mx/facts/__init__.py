@@ -1,1 +1,1 @@
-"""What bytes mean and where they lie: tables without JAX, which the kernels' build reads too."""
+"""The meaning and the places of bytes: tables without JAX, which the kernels' build reads too."""

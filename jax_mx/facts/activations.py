@@ -1,19 +1,19 @@
-"""Activations: what lies between the two products of an MLP. The one table of them.
+"""The one table of activations, which stand between the two products of an MLP.
 
-The result is act(gate) * up * weight, or act(x) * weight of an activation without a gate. What act
-is, its formula and its slope, says its row of `UNARY`; reference/activations.py has the formulas,
+The result is act(gate) * up * weight, or act(x) * weight of an activation without a gate. A row of
+`UNARY` says how act and its slope are rounded; reference/activations.py has the formulas,
 kernels/cutedsl/activations.py has two of them for kernels.
 
-What is quantized has gate_up's dtype. From bfloat16 all implementations have to agree on every
+The quantized floats have gate_up's dtype. From bfloat16 all implementations have to agree on every
 bit, whatever exponential function a chip has. So act(gate) is rounded to few bits before it is
 multiplied: no bfloat16 gate is so close to a tie of that rounding that an error of a few float32
-units in the last place decides. Where the ties have to lie for that was searched for;
+units in the last place decides. A search found the places of ties that allow this;
 tests/test_activations.py measures the distances. Then act(gate) has 9 bits and up has 8, whose
-product is exact in float32. From float16 and float32, x sigmoid(z) is computed in float64 by steps
-that have one result each, whoever joins a product and a sum in one instruction, or does not: `EXP`.
+product is exact in float32. From float16 and float32, x sigmoid(z) is computed in float64. Its
+steps, `EXP`, have one result each, whether an instruction joins a product and a sum or not.
 
-Slopes from bfloat16 have such a rounding too, of 8 bits: a slope, up, and the
-gradient of the result have 24 together, so what the derivative of `gated` makes of them is exact.
+Slopes from bfloat16 have such a rounding too, of 8 bits. A slope, up, and the gradient of the
+result have 24 bits together, so their product in the derivative of `gated` is exact.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class Rounding:
 
     Attributes:
       kept: how many bits stay behind the leading one.
-      up: what is added to a number's bits before the others are cut off; half a `cell` would round
-        to nearest.
+      up: an addend of a number's bits before the others are cut off; half a `cell` would round to
+        nearest.
     """
 
     kept: int
@@ -47,11 +47,11 @@ class Rounding:
 
 @dataclasses.dataclass(frozen=True)
 class Unary:
-    """What an activation does to a gate.
+    """The roundings of an activation's function of the gate.
 
     Attributes:
-      part: how act(gate) is rounded from bfloat16; None where float32 has it exactly.
-      slope: likewise its derivative.
+      part: the rounding of act(gate) from bfloat16; None where float32 has it exactly.
+      slope: the rounding of its derivative; None where float32 has it exactly.
     """
 
     part: Rounding | None = None
@@ -81,16 +81,17 @@ TAIL = (-0.029544999822974205, 0.14585642516613007, -0.25947487354278564, 0.1632
 class Exponential:
     """The steps of exp(-a), a >= 0, in float64: with a = n ln2 + r it is 2^-n exp(-r).
 
-    What is added to a product is added to an exact one, or the product has lost its last bits:
-    those of a mask of the float64's bits. To begin with, r and each sum are `few` bits of theirs.
+    Each sum adds to an exact product, or to a product whose last bits a mask of the float64's bits
+    has removed. To begin with, r and each sum keep the bits of `few`.
 
     Attributes:
       log2e: n is a times this, rounded to nearest.
       ln2: of few bits, so that n times this is exact.
-      few: the mask of 26 bits of a mantissa; of two such numbers the product is exact.
-      most: that of all but the last bit.
-      inner: the coefficients of r^7, r^6 ..., r^3 in exp(-r); of sums of few bits.
-      outer: those of r^2, r and 1; of products without their last bit. Within 2^-34 of it.
+      few: the mask of 26 bits of a mantissa; the product of two such numbers is exact.
+      most: the mask of all bits except the last one.
+      inner: the coefficients of r^7, r^6 ..., r^3 in exp(-r); their sums have few bits.
+      outer: the coefficients of r^2, r and 1; their products lack the last bit. The result is
+        within 2^-34 of exp(-r).
       far: where a is more than this, exp(-a) counts as 0.
     """
 
@@ -112,10 +113,10 @@ class Activation:
     """One row.
 
     Attributes:
-      unary: what happens to the gate, a name of `UNARY`.
+      unary: the function of the gate, a name of `UNARY`.
       has_gate: whether a second half, up, multiplies that.
       limit: where the gate is cut off from above, and up from both sides; None: nowhere.
-      shift: what is added to up, behind the limit.
+      shift: an addend of up, behind the limit.
     """
 
     unary: str

@@ -1,6 +1,6 @@
-"""AMD's quantizers beside NVIDIA's: the one statement of the kernels that AMD lacks.
+"""The one statement of the quantizers that NVIDIA has and AMD lacks.
 
-AMD has every kernel for floats as they lie, but those of `LACKS`. Kernels that also make the floats
+AMD has every kernel for floats as they lie, except for `LACKS`. Kernels that also make the floats
 (`Variant.source`) are NVIDIA's alone: XLA makes the floats on AMD, and a plain kernel quantizes.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from jax_mx.facts.windows import ROW
+from jax_mx.facts.windows import ROW, SQUARE
 
 if TYPE_CHECKING:
     from jax_mx.facts.variants import Variant
@@ -19,6 +19,7 @@ LACKS: Mapping[str, Callable[[Variant], bool]] = {
     "windows of 256 for both directions at once": lambda v: v.window == 256 and v.form.is_both,
     "rows, activations and norms, whose floats XLA makes there": lambda v: bool(v.source),
     'the window "row" of float32': lambda v: v.window == ROW and v.dtype == "float32",
+    "square blocks that are written both ways": lambda v: v.window == SQUARE,
     'the window "row" by one kernel': lambda v: v.finds_amaxes,
 }
 

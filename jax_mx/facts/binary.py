@@ -24,7 +24,7 @@ class Compiled:
     """A base of the classes whose instances say what is compiled.
 
     Attributes:
-      op: what it computes.
+      op: the name of its computation.
       implementation: the DSL, "cutedsl" or "flydsl".
     """
 

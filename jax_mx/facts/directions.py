@@ -6,14 +6,16 @@ call makes: the directions of its results (of dequantize, of its one operand). T
 
 One worked example, a float array (M, K) = (64, 96):
 
-    form                directions                          values    scales
-    last                Direction(LAST)                     (64, 96)  (64, 3)
-    second              Direction(SECOND)                   (64, 96)  (2, 96)
-    second_transposed   Direction(SECOND, transposed=True)  (96, 64)  (96, 2)
-    both                Direction(LAST), Direction(SECOND)  two of the above, from one read
-    square              Direction(SQUARE)                   (64, 96)  (2, 3)
-    square_transposed   Direction(SQUARE, transposed=True)  (96, 64)  (3, 2)
-    last_transposed     Direction(LAST, transposed=True)    (96, 64)  (3, 64)   dequantize alone
+    | form              | directions                         | values           | scales        |
+    | last              | Direction(LAST)                    | (64, 96)         | (64, 3)       |
+    | second            | Direction(SECOND)                  | (64, 96)         | (2, 96)       |
+    | second_transposed | Direction(SECOND, transposed=True) | (96, 64)         | (96, 2)       |
+    | both              | Direction(LAST), Direction(SECOND) | two of the above | from one read |
+    | square            | Direction(SQUARE)                  | (64, 96)         | (2, 3)        |
+    | square_transposed | Direction(SQUARE, transposed=True) | (96, 64)         | (3, 2)        |
+    | last_transposed   | Direction(LAST, transposed=True)   | (96, 64)         | (3, 64)       |
+
+Only dequantize has last_transposed.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ import enum
 
 
 class Blocks(enum.Enum):
-    """Which of the last two axes of the floats a block spans."""
+    """The axes that a block spans, among the last two axes of the floats."""
 
     LAST = "last"
     SECOND = "second"  # the one before the last
@@ -48,10 +50,10 @@ class Blocks(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-    """Which way the blocks of one quantized array run, and which way the array lies.
+    """The way in which the blocks of one quantized array run, and in which the array lies.
 
     Attributes:
-      blocks: which axes of the floats a block spans.
+      blocks: the axes of the floats that a block spans.
       transposed: whether values and scales lie with the last two axes of the floats swapped.
     """
 
@@ -65,7 +67,7 @@ class Direction:
 
     @property
     def stored_blocks(self) -> Blocks:
-        """Which of its own last two axes, as it lies, a block of the quantized array spans."""
+        """The axes that a block spans, among the last two axes of the array as it lies."""
         if self.blocks is Blocks.SQUARE:
             return Blocks.SQUARE
         return Blocks.LAST if self.ends_rows else Blocks.SECOND

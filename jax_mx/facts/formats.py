@@ -1,6 +1,6 @@
-"""What the bytes mean: element formats, the block length and the scaling rules.
+"""The meaning of the bytes: element formats, the block length and the scaling rules.
 
-Imports nothing of JAX: the kernels' build reads these tables too.
+The module imports nothing of JAX: the kernels' build reads these tables too.
 
 Sources: OCP Microscaling Formats (MX) v1.0 for the formats and FLOOR; CEIL, EVEN and RCEIL as in
 pytorch/ao (prototype/mx_formats), which calls them by the same names.
@@ -57,8 +57,8 @@ class Format:
     """An MX format: blocks of `BLOCK` elements of one small float type and an E8M0 scale each.
 
     An element's code is sign, exponent and mantissa, with bias 2^(exponent_bits - 1) - 1 and
-    subnormals. Values are kept as `storage`; a type of fewer than 8 bits is kept as uint8, one code
-    a byte, or `codes_per_byte` of them with the first in the lowest bits.
+    subnormals. Values are kept as `storage`. A type of fewer than 8 bits is kept as uint8: a byte
+    has `codes_per_byte` codes, the first in the lowest bits.
     """
 
     name: str

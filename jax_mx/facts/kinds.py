@@ -7,14 +7,15 @@ from jax_mx.facts.windows import ROW, Window, suffix_of
 
 
 class Kind(NamedTuple):
-    """What of an array's preprocessing (facts/preprocessing.py) changes a kernel's code.
+    """The part of an array's preprocessing (facts/preprocessing.py) that changes a kernel's code.
 
     Attributes:
       hadamard: the size of the transform that goes before, or 0.
       stochastic: whether codes are rounded at random.
-      window: which elements share an amax, see facts/windows.py.
-      dequantized: whether floats come out, in place of codes and scales.
-      finds: whether the kernel finds the amaxes of windows that are rows; else they are operands.
+      window: the elements that share an amax, see facts/windows.py.
+      dequantized: whether the result is floats, in place of codes and scales.
+      finds: whether the kernel computes the amaxes of windows that are rows; else they are
+        operands.
     """
 
     hadamard: int = 0

@@ -1,9 +1,9 @@
-"""Where the bytes of scales and of values lie; jax_mx/arrays/views.py goes there and back in jnp.
+"""The places of the bytes of scales and values; jax_mx/arrays/views.py moves them in jnp.
 
 A matrix that is quantized along its last axis has `rows` x `cols` scales, cols = K / 32. GEMMs want
-them in tiles, and some want the values' bytes so too. A tiled layout is a permutation of the bits
-of the row and column number inside a tile, after padding with zeros, so a layout is a row of the
-tables below and no code. The kernels' build reads the tables too.
+them in tiles, and some want the values' bytes so too. A tiled layout permutes the bits of the row
+and column number inside a tile, after padding with zeros. So a layout is a row of the tables below
+and no code. The kernels' build reads the tables too.
 """
 
 import dataclasses
@@ -57,17 +57,17 @@ class Layout:
 
 
 class ScaleLayout(Layout):
-    """Where the scale of (row, col) lies, of a matrix that is quantized along its last axis."""
+    """The place of the scale of (row, col), for a matrix that is quantized along its last axis."""
 
 
 class ValueLayout(Layout):
-    """Where byte col of a row of values lies; blocks run along the row. Nothing is padded."""
+    """The place of byte col of a row of values; blocks run along the row. Nothing is padded."""
 
     def __repr__(self) -> str:
         return super().__repr__() + "_VALUES" * (not self.is_tiled)
 
     def rows_cols(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The inverse of `shape`: of the matrix whose bytes have it, as their last dimensions."""
+        """The inverse of `shape`: rows and columns of the matrix whose bytes have this shape."""
         if not self.is_tiled:
             return shape[-2], shape[-1]
         return shape[-3] * self.tile[0], shape[-2] * self.tile[1]

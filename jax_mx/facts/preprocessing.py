@@ -1,9 +1,9 @@
-"""What is done to elements before they are scaled: a Hadamard transform, stochastic rounding.
+"""Steps on elements before they are scaled: a Hadamard transform, stochastic rounding.
 
-Also which of them share an amax, their window.
+The window, whose elements share an amax, belongs to it.
 
-`Preprocessing` is what a call says of it, for one quantized array: what is static there. What is
-data (keys, signs that are JAX arrays) reaches the kernel as block data, one uint32 for each block.
+`Preprocessing` is the static part of a call's arguments for one quantized array. Their data (keys,
+signs that are JAX arrays) reach the kernel as block data, one uint32 for each block.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ class Preprocessing:
 
     Attributes:
       stochastic: whether codes are rounded at random; the call then takes a seed per block.
-      prescale: what elements are multiplied by, or None.
+      prescale: a factor of the elements, or None.
       hadamard: the size of the transform, or 0.
       flips: signs that are known when the call is traced: words whose bit i flips the sign of
         element i of even and of odd blocks. None: the call takes a word per block.
-      window: which elements share an amax, see facts/windows.py.
+      window: the elements that share an amax, see facts/windows.py.
       dequantized: whether floats come out, in place of codes and scales.
       finds: whether one call finds the amaxes of windows that are rows, and quantizes.
     """
@@ -42,7 +42,7 @@ class Preprocessing:
 
     @property
     def kind(self) -> Kind:
-        """What of it changes a kernel's code."""
+        """The part that changes a kernel's code."""
         return Kind(
             self.hadamard, self.stochastic, of_kernels(self.window), self.dequantized, self.finds
         )

@@ -2,12 +2,12 @@
 
 y (T, N) = x (T, K) @ W (G, N, K)^T: the rows of x belong to groups, one after the other, and each
 group has its own matrix. Blocks run along K, scales are row-major. Sizes are run-time scalars.
-Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N).
-Of "wgrad_fp8" groups have parts of K instead: y (G, T, N) is for each x (T, K) @ W (N, K)^T over
-its part of K; "wgrad" is the same of floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N)
-over each group's rows. "amaxes" is no product: the largest magnitudes of the rows and the columns
-of x (batch, T, K), which quantizing both ways wants first where products take rows with one scale
-each.
+Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N). Groups of
+"wgrad_fp8" have parts of K instead: y (G, T, N) is x (T, K) @ W (N, K)^T over each group's part of
+K. "wgrad" is the same for floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N) over each
+group's rows. "amaxes" is no product: it gives the largest magnitudes of the rows and the columns of
+x (batch, T, K). A quantizer of both directions needs these first where products take rows with one
+scale each.
 """
 
 import dataclasses

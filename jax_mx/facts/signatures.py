@@ -1,10 +1,10 @@
-"""What an op takes and gives, declared once: the arrays of its call in order, each with a role.
+"""The operands and results of each op, declared once: arrays in order, each with a role.
 
-All that handles a call's arrays asks here instead of counting positions: abstract evaluation, vmap,
-the memory order of each array, the sharding rule, which operands a call may lack, the argument
-types of kernels, the alignment that their entries want, and the buffers that launch rules number.
-To add an operand to an op is to add a line to its function below; a source (facts/sources.py)
-declares its arrays itself.
+Code that handles a call's arrays asks here instead of counting positions: abstract evaluation,
+vmap, memory orders, the sharding rule, and calls that lack operands. Kernels take the types of
+their arguments and the alignment of their entries from here, launch rules the numbers of buffers. A
+new operand of an op is a line in its function below; a source (facts/sources.py) declares its
+arrays itself.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax_mx.facts.kinds import Kind
 
 
 class Role(enum.Enum):
-    """What an array of a call is; its shape and its memory order follow."""
+    """The role of an array in a call; its shape and its memory order follow."""
 
     FLOATS = "floats"  # the unquantized side, as the form's view has it
     CODES = "codes"  # values of a quantized array, beside the floats
@@ -27,7 +27,7 @@ class Role(enum.Enum):
 
     @property
     def is_batched(self) -> bool:
-        """Whether its leading dimensions are those of the floats."""
+        """Whether its leading dimensions are the floats' leading dimensions."""
         return self not in (Role.REPLICATED, Role.SOURCE)
 
 
@@ -37,9 +37,9 @@ class Array:
 
     Attributes:
       name: unique in its signature.
-      role: what it is.
+      role: its role in the call.
       of: the number of the direction that it belongs to; matters to codes, scales, block data.
-      dtype: of a replicated array, by NumPy's name; that of others follows from their role.
+      dtype: of a replicated array, by NumPy's name; other arrays' dtypes follow from their role.
       optional: whether a call may lack this operand; kernels get a null pointer instead.
       derived: whether it follows from the other operands, so that no caller of the primitive's
         function passes it.
@@ -59,7 +59,7 @@ class Signature:
 
     Attributes:
       operands: in the kernel's order.
-      results: likewise; launch rules number buffers operands first.
+      results: in the kernel's order; launch rules number buffers operands first.
     """
 
     operands: tuple[Array, ...]
@@ -79,7 +79,7 @@ class Signature:
         return dict(zip((array.name for array in self.arrays), values, strict=True))
 
     def present(self, lacks: Sequence[str]) -> tuple[Array, ...]:
-        """The operands of a call that lacks those of these names."""
+        """The operands of a call that lacks the operands of these names."""
         return tuple(array for array in self.operands if array.name not in lacks)
 
     @property
@@ -232,9 +232,9 @@ def signature_of(op: str, kinds: Sequence[Kind] = (), source: HasArrays | None =
 
     Args:
       op: a key of `SIGNATURES`.
-      kinds: the preprocessing of each direction, one each also where there is none; of products
+      kinds: the preprocessing of each direction, one each also where there is none; products have
         none.
-      source: what makes the floats; None where the floats are the first operand.
+      source: of the floats; None where the floats are the first operand.
     """
     plain = SIGNATURES[op](kinds)
     if not source:

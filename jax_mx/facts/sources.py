@@ -33,20 +33,21 @@ class Source:
     Attributes:
       word: the source in the names of kernels.
       loaders: for each DSL that has kernels of it, the name of the loader in the DSL's table.
-      tuned_as: what the tuning tables call it.
-      tiled_scales: whether kernels write its scales in tiles, too.
+      tuned_as: its name in the tuning tables.
+      tiled_on: the archs whose kernels alone write its scales in `blocked_128x4`, too; empty: a
+        kernel writes them in every layout that it has for x.
       has_slabs: whether x may have more than two dimensions, where rows are quantized alone.
       of_rows_alone: whether kernels have it in windows of rows alone; else XLA makes the floats.
       has_amaxes: whether the operands behind x are the amaxes of its rows and of its columns.
-      derivative: what has a derivative instead, a sentence; "": codes have none.
-      split: for each operand, as the primitive takes it, which of its first dimensions XLA splits
-        like `ROWS` and `COLUMNS` of the floats; empty: XLA splits no call of it.
+      derivative: a sentence about functions that have a derivative instead; "": codes have none.
+      split: for each operand of the primitive, the first dimensions that XLA splits like `ROWS` and
+        `COLUMNS` of the floats; empty: XLA splits no call of it.
     """
 
     word: ClassVar[str] = ""
     loaders: ClassVar[Mapping[str, str]] = {}
     tuned_as: ClassVar[str] = ""
-    tiled_scales: ClassVar[bool] = True
+    tiled_on: ClassVar[tuple[str, ...]] = ()
     has_slabs: ClassVar[bool] = False
     of_rows_alone: ClassVar[bool] = False
     has_amaxes: ClassVar[bool] = False
@@ -110,7 +111,7 @@ class Source:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What rows of the tuning tables may ask."""
+        """The facts that rows of the tuning tables may ask for."""
         return {"source": self.tuned_as, "activation": "", "interleaved": False}
 
     # ---- shapes: of arrays or of what has their shapes ---

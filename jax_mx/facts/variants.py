@@ -1,8 +1,8 @@
-"""What can be compiled: `Variant`, and `exists`, which says whether a kernel has it.
+"""Kernels that can be compiled: `Variant`, and `exists`, which says whether a kernel has one.
 
-Only what changes the code of a kernel is a field; scaling mode and sizes are run-time scalars.
-Imports nothing of JAX: the kernels' build reads this module too. kernels/shipped.py lists the
-variants that a wheel brings; others are compiled when a call wants them.
+A fact is a field only if it changes the code of a kernel; scaling mode and sizes are run-time
+scalars. The module imports nothing of JAX: the kernels' build reads it too. kernels/shipped.py
+lists the variants that a wheel brings; others are compiled when a call wants them.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jax_mx.facts.formats import (
 from jax_mx.facts.kinds import Kind
 from jax_mx.facts.signatures import Role, Signature, signature_of
 from jax_mx.facts.sources import Source, X
-from jax_mx.facts.windows import ROW, TILE, Window
+from jax_mx.facts.windows import ROW, SQUARE, TILE, Window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Variant(Compiled):
       formats: of the quantized arrays, one each.
       kinds: how the elements of each are preprocessed, their windows, and whether they come out
         dequantized; () where there is nothing of that.
-      source: what makes the floats.
+      source: of the floats.
     """
 
     form: Form
@@ -76,7 +76,7 @@ class Variant(Compiled):
 
     @property
     def window(self) -> Window:
-        """Which elements share an amax; the same for all of its arrays."""
+        """The elements that share an amax; all arrays of a variant have the same."""
         return self.kinds[0].window if self.kinds else BLOCK
 
     @property
@@ -135,7 +135,7 @@ _FORMATS: Mapping[int, tuple[tuple[Format, ...], ...]] = {
 
 
 def differ_in_bits(formats: tuple[Format, ...]) -> bool:
-    """Whether codes of some have more bits than those of others."""
+    """Whether the formats have codes of different sizes."""
     return len({format.bits for format in formats}) > 1
 
 
@@ -184,6 +184,7 @@ def kinds_of(variant: Variant) -> Iterator[tuple[Kind, ...]]:
     eights = {format.bits for format in formats} == {8}
     if variant.dtype == "float32" and eights:  # weights' masters
         yield from _kinds_of_rows(variant)
+    yield from _kinds_of_squares(variant)
     if not bfloat16:
         return
     if formats == _MIXED:  # `mxfp4_backward` of activations
@@ -196,6 +197,13 @@ def kinds_of(variant: Variant) -> Iterator[tuple[Kind, ...]]:
         yield from _kinds_of_rows(variant)
     if len({*formats}) == 1 and formats[0].bits != 6:
         yield from _FAKE.get(form, ())
+
+
+def _kinds_of_squares(variant: Variant) -> Iterator[tuple[Kind, ...]]:
+    """Square blocks for each reader of a weight, in one format that products take."""
+    one = len({*variant.formats}) == 1 and variant.formats[0].bits != 6
+    if one and variant.implementation == "cutedsl" and variant.form == directions.BOTH_TRANSPOSED:
+        yield (Kind(window=SQUARE),) * 2
 
 
 def _kinds_of_rows(variant: Variant) -> Iterator[tuple[Kind, ...]]:
@@ -219,8 +227,10 @@ def exists(variant: Variant, arch: str = "") -> bool:
     plain = plain and variant.dtype in _dtypes(variant.formats)
     if not (plain and variant.kinds in kinds_of(variant)):
         return False
-    if variant.source and not (variant.op == "quantize" and variant.source.has_kernel(variant)):
-        return False
+    if variant.source:
+        is_fused = variant.op == "quantize" and variant.source.has_kernel(variant)
+        if not is_fused or variant.window == SQUARE:
+            return False
     return not arch or _holds(arch, variant)
 
 
@@ -233,9 +243,9 @@ def variants(
     """All variants that exist with these fields; with `kinds` those alone.
 
     Args:
-      implementation: see `Variant`; so are the others.
+      implementation: see `Variant`.
       op: "quantize" or "dequantize".
-      source: what makes the floats.
+      source: of the floats.
       kinds: of all arrays; None: any.
     """
     for form in KERNELS.get(op, ()):
@@ -254,7 +264,7 @@ def is_operand(variant: Variant) -> bool:
     Registers do not hold tiles of windows of 256 both ways, of floats that a kernel makes.
     """
     fits = variant.window != 256 or not variant.form.is_both
-    plain = not variant.changes_elements and variant.window != ROW
+    plain = not variant.changes_elements and variant.window not in (ROW, SQUARE)
     whole = variant.formats[0].bits != 6 and not differ_in_bits(variant.formats)
     return variant.form in OPERANDS and fits and plain and whole
 
@@ -265,11 +275,13 @@ def has_one_format(variant: Variant, *formats: Format) -> bool:
     return alike and (not formats or variant.formats[0] in formats)
 
 
-def layouts_of(variant: Variant) -> tuple[str, ...]:
-    """The scale layouts that a variant's binary has entries for."""
+def layouts_of(variant: Variant, arch: str = "") -> tuple[str, ...]:
+    """The scale layouts that a variant's binary has entries for, of an arch; "": of some arch."""
     alone = variant.form.is_square or variant.gives_floats or variant.finds_amaxes
-    if alone or not variant.source.tiled_scales:
+    if alone:
         return ("row_major",)
+    if archs := variant.source.tiled_on:
+        return ("row_major", "blocked_128x4")[: 1 + (not arch or arch in archs)]
     return scale_layouts_of(variant.implementation, variant.formats)
 
 
@@ -279,10 +291,13 @@ def takes_zero_scale(format: Format) -> bool:
 
 
 def _holds(arch: str, variant: Variant) -> bool:
-    """Whether an arch has a tile for a variant; others spill.
+    """Whether an arch has a tile for a variant, which others spill; and products that read it.
 
-    Of windows of 256 both ways sm_80 has none, of MXFP4's floats both ways sm_120f.
+    sm_80 has none of windows of 256 both ways, sm_120f none of MXFP4's floats both ways. Products
+    of sm_100f alone read square blocks that are written both ways.
     """
+    if variant.window == SQUARE:
+        return arch == "sm_100f"
     both = variant.implementation == "cutedsl" and variant.form.is_both
     floats = variant.kinds == (_DEQUANTIZED,) * 2 and variant.source == X
     if arch == "sm_120f" and floats and variant.formats[0] == MXFP4_E2M1:

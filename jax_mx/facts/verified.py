@@ -1,7 +1,7 @@
 """Where each binary was executed and compared bit for bit: `jax_mx/verified/<arch>.json`.
 
-A file has for each variant's name the sha256 of its binary and the devices that executed it, by
-JAX's name of their kind, or "emulated".
+A file has the sha256 of each variant's binary and the devices that executed it: JAX's name of their
+kind, or "emulated".
 """
 
 import json

@@ -1,14 +1,15 @@
-"""Windows: which elements share one amax when scales are computed.
+"""Windows: the elements that share one amax when scales are computed.
 
 A window is a number of consecutive elements along the axis that blocks run along, counted from its
 start: 32, a block by itself, or 128 or 256, of which the last of an axis may be shorter; or "row",
 the whole axis; or (128, 128), a tile of the last two axes, whose blocks are square. Each block has
-its own byte of a scale; those of a window are equal.
+a byte of a scale of its own; the blocks of a window have equal ones.
 
 A recipe's product may also have "shard", the part of a row that a device holds. In a program that
 XLA splits among devices each of so many equal parts of the axis has its amax, so that none crosses
 devices; elsewhere, and where a part would not hold whole blocks, it is a row. It is no window of
-`quantize`: the parts depend on the program.
+`quantize`: the parts depend on the program. Nor is (32, 32): a kernel writes square blocks
+along both axes at once, with codes and scales as readers along either axis have them.
 """
 
 from collections.abc import Sequence
@@ -20,13 +21,14 @@ Window = int | str | tuple[int, int]
 ROW = "row"
 SHARD = "shard"
 TILE = (128, 128)
+SQUARE = (BLOCK, BLOCK)
 WINDOWS: tuple[Window, ...] = (BLOCK, 128, 256, ROW, TILE)
 
 
 def lengths_of(window: Window) -> tuple[int, int]:
-    """What shards keep whole of it: rows beside the block axis, and elements along it.
+    """The part of a window that shards keep whole: rows, and elements along the block axis.
 
-    Nothing of "row", whose amax crosses shards, and of "shard", whose amax does not.
+    Shards may split "row", whose amax crosses shards, and "shard", whose amax does not.
     """
     if isinstance(window, tuple):
         return window
@@ -54,6 +56,11 @@ def of_kernels(window: Window) -> Window:
 def in_blocks(window: Window) -> Window:
     """The window 32 in place of a row or of a shard's part of one; others stay."""
     return BLOCK if of_kernels(window) == ROW else window
+
+
+def arrays_window(window: Window) -> Window:
+    """The window that an array says; of square blocks that are written both ways 32."""
+    return BLOCK if window == SQUARE else window
 
 
 def suffix_of(window: Window) -> str:

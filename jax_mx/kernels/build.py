@@ -3,9 +3,9 @@
     python -m jax_mx.kernels.build --arch sm_90a --arch gfx950 [--only last_bfloat16]
     python -m jax_mx.kernels.build --check | --report
 
-For wheels that bring their kernels; without them, kernels are compiled when they are first used.
-The archs are those of --arch, else of the environment's JAX_MX_ARCHS: "all", "native" (the GPUs of
-this machine) or a list; by default none. See launch/build.py.
+This is for wheels that bring their kernels; without them, kernels are compiled when they are first
+used. --arch, or else JAX_MX_ARCHS, names the archs: "all", "native" (the GPUs of this machine) or a
+list; the default is none. See launch/build.py.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def check(jobs: Sequence[build.Job]) -> int:
 
 
 def _cached(variant: Any, arch: str) -> dict[str, Any] | None:
-    """What the user's cache says of a binary."""
+    """The facts of a binary in the user's cache."""
     from jax_mx.launch import store
 
     artifact = store.find(variant, arch)

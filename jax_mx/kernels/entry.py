@@ -1,4 +1,4 @@
-"""What a launch must know of an entry, whichever DSL it is written in; see ffi/launch.cc."""
+"""The facts of an entry for a launch, whichever DSL it is written in; see ffi/launch.cc."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ class QuantizerEntry(Entry):
       source: what makes the floats.
       signature: its arrays, in the order of its pointers.
       extents: the scalars that follow from the buffers' dimensions.
-      divide: what must divide a dimension, for an aligned entry.
+      divide: the number that must divide a dimension, for an aligned entry.
       elements_per_thread: see `reported`.
     """
 
@@ -61,11 +61,11 @@ class QuantizerEntry(Entry):
 
     @property
     def align(self) -> list[int]:  # type: ignore[bad-override]
-        """What the address of each buffer is a multiple of, in bytes."""
+        """The number of bytes that divides the address of each buffer."""
         return [self.align_of(array) for array in self.signature.arrays]
 
     def align_of(self, array: Array) -> int:
-        """What the address of one of its arrays is a multiple of, in bytes."""
+        """The number of bytes that divides the address of one of its arrays."""
         least, most = {
             Role.FLOATS: (self.itemsize, 16),
             Role.SOURCE: (1 if array.dtype == "uint8" else self.itemsize, 16),

@@ -102,6 +102,15 @@ def tile_of(layout: Layout, place: Place, tiles: tuple, wide: Callable = int) ->
     return tile * wide(tiles[1]) + wide(place.col // width)
 
 
+def padding_of_parts(within: Number, part: Number, parts: int, length: Number, pad: int) -> Number:
+    """Where a place `within` a part, beyond its length, writes the padding behind all parts.
+
+    A part may end inside a tile, where the next one begins. So the places beyond each part, up to a
+    multiple of `pad`, follow each other behind the last part.
+    """
+    return parts * length + within - length + part * ((pad - length % pad) % pad)
+
+
 def in_tiles_of_values(row: Number, byte: Number, literal: Callable = int) -> tuple[Number, Number]:
     """Where 16 bytes of values lie in SHUFFLED_16X16, those from `byte` of a row on.
 
@@ -127,7 +136,7 @@ class Output:
 
     @property
     def blocks(self) -> Blocks:
-        """Which axes of the floats a block spans."""
+        """The axes of the floats that a block spans."""
         return self.direction.blocks
 
     @property
@@ -270,11 +279,11 @@ def grid_in_bands(form: Form, tile: Extents, region: Extents, of: int, ahead: tu
     """A thread block for each tile, in bands of one tile down, and more between the bands.
 
     Args:
-      form: see `grid_of`, as the next three.
-      tile: likewise.
-      region: likewise.
-      of: likewise.
-      ahead: how many thread blocks more a band has, and by how many bands they are ahead.
+      form: see `grid_of`.
+      tile: see `grid_of`.
+      region: see `grid_of`.
+      of: see `grid_of`.
+      ahead: the number of further thread blocks in a band, and of bands that they are ahead.
     """
     more, lag = ahead
     units = units_of(form)
@@ -287,7 +296,7 @@ def grid_in_bands(form: Form, tile: Extents, region: Extents, of: int, ahead: tu
 
 
 def divide_of(form: Form, vector: int, of: int = 0) -> list:
-    """What must divide lengths for whole vectors; a length that counts blocks is divided anyway."""
+    """The terms that make vectors divide lengths; a length that counts blocks needs none."""
     if of:
         return [] if form.spans[1] else [[SOURCE, of, of + 1, vector]]
     _, *axes = axes_of(form)

@@ -12,7 +12,7 @@ from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.product_kernels import PRODUCT_ARCHS, PRODUCTS, Binary, ProductKernel, archs_of
 from jax_mx.facts.sources import Source, X
 from jax_mx.facts.variants import KERNELS, OPERANDS, Variant, variants
-from jax_mx.facts.windows import ROW
+from jax_mx.facts.windows import ROW, SQUARE
 from jax_mx.launch.chips import ARCHS
 from jax_mx.norms.source import NormSource
 from jax_mx.sources.codes import CodesSource
@@ -45,6 +45,8 @@ def existing(sources: Iterable[Source] = SOURCES) -> Iterator[Variant]:
 def ships(variant: Variant) -> bool:
     """Whether a variant that exists is on the list; of windows see `shipped_archs`."""
     formats, last, source = {*variant.formats}, variant.formats[-1], variant.source
+    if variant.window == SQUARE:
+        return False
     # MLPs have all gates first, gpt-oss' checkpoints have gates and ups by turns.
     if isinstance(source, GatedSource | GradientSource):
         if source.interleaved != (source.activation == "gpt_oss"):

@@ -1,4 +1,4 @@
-"""Which tile a kernel takes on an arch: one table per arch, whose rows say why.
+"""The tiles of kernels by arch: one table per arch, whose rows say why.
 
 The tables stand in `cutedsl/tuning/` and `flydsl/tuning/`. A table is `ROWS`, a list of
 dictionaries of literals:
@@ -24,7 +24,7 @@ from jax_mx.facts.product_kernels import Binary, ProductKernel
 def facts_of(
     variant: Binary, layout: ScaleLayout = ROW_MAJOR, aligned: bool = True
 ) -> dict[str, Any]:
-    """What rows may ask of an entry; of a product's, by its product alone."""
+    """The facts of an entry that rows may ask for; a product's follow from its product alone."""
     if isinstance(variant, ProductKernel):
         return {
             "codes_per_byte": variant.formats[-1].codes_per_byte if variant.formats else 0,

@@ -59,8 +59,8 @@ def kernels_of(
     Args:
       name: of the call, for messages.
       binary: the kernel.
-      chips: those that the program is for.
-      launch: whose entries the call takes, and the values of scalars that have a name.
+      chips: the program's chips.
+      launch: the name of the launch, and the values of scalars that have a name.
       carries: whether the call carries the binary, for a program that leaves this machine.
 
     Raises:

@@ -59,7 +59,7 @@ class Kernel:
 
     @property
     def workgroup_ids(self) -> list[int]:
-        """Which of x, y, z follow them."""
+        """The axes among x, y, z whose numbers follow the user's registers."""
         return [axis for axis in range(3) if self.rsrc2 >> 7 + axis & 1]
 
     @property
@@ -82,7 +82,7 @@ class CodeObject:
     """A loaded code object.
 
     Attributes:
-      arch: what it was compiled for.
+      arch: the arch that it was compiled for.
       memory: its segments as they lie once loaded.
       kernels: by name.
     """

@@ -1,8 +1,8 @@
 """Compiles kernels on demand, in processes of their own: a library never imports a kernel DSL.
 
-There is one process per DSL (two DSLs cannot share one), started at the first kernel and kept, as
-importing a DSL takes longer than compiling with it. It reads requests from its standard input and
-answers on a pipe, one line of JSON each; see launch/worker.py.
+There is one process per DSL, as two DSLs cannot share one. It starts at the first kernel and stays,
+as importing a DSL takes longer than compiling with it. It reads requests from its standard input
+and answers on a pipe, one line of JSON each; see launch/worker.py.
 """
 
 import atexit
@@ -52,7 +52,7 @@ class Worker:
         """Its answer to a request.
 
         Args:
-          request: what is compiled.
+          request: the description of the binary.
           bytecode: the folder in which a process that is started keeps byte code.
           scratch: the folder of its temporary files; None: where Python puts them.
 
@@ -71,7 +71,8 @@ class Worker:
                     raise CompileError(f"no process can be started: {error}") from error
             assert self.process is not None and self.process.stdin and self.answers and self.errors
             try:
-                self.process.stdin.write(json.dumps(request).encode() + b"\n")
+                asked = json.dumps({**request, "path": [path for path in sys.path if path]})
+                self.process.stdin.write(asked.encode() + b"\n")
                 self.process.stdin.flush()
                 line = self.answers.readline() if _is_ready(self.answers) else b""
             except OSError:  # it has died
@@ -167,7 +168,7 @@ def compile_kernel(
     """The bytes of a binary for an arch, and its facts: name, abi, key, sha256, launches.
 
     Args:
-      binary: what is compiled.
+      binary: the binary that is compiled.
       arch: for what.
       folder: of kernels, which also takes byte code of the DSL's Python sources and, where the
         folder of temporary files has no room, those; or None.

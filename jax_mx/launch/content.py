@@ -40,9 +40,9 @@ def key_of(binary: Binary, arch: str, files: Files | None = None) -> str:
     """The key of a binary for an arch, hexadecimal.
 
     Args:
-      binary: what is compiled.
+      binary: the binary that is compiled.
       arch: for what.
-      files: what it depends on; None: the files that it names, and this package's.
+      files: the files that it depends on; None: the files that it names, and this package's.
     """
     dsl = binary.implementation
     files = (*binary.files(arch), *files_of(dsl)) if files is None else files

@@ -110,8 +110,8 @@ def check_shared(rule: Mapping[str, Any], arch: str) -> None:
 def resource_usage(image: bytes) -> dict[str, dict[str, Any]]:
     """Per kernel of a cubin: registers, bytes of stack (spills) and of shared memory, threads.
 
-    Read from the sections .nv.info and .nv.shared, whose records are format byte, attribute byte
-    and either a 16-bit value or a length and that many bytes.
+    The sections .nv.info and .nv.shared have the figures. Their records are a format byte, an
+    attribute byte and either a 16-bit value or a length and that many bytes.
     """
     from elftools.elf.elffile import ELFFile
 

@@ -14,8 +14,9 @@ class Entry:
     Each attribute but `threads` and `cluster` is in the words of rule.py, or in their JSON.
 
     Attributes:
-      types: what the kernel's pointers point to, in the DSL's types; () of FlyDSL: to bytes.
-      align: what the address of each buffer is a multiple of, in bytes; operands before results.
+      types: the types that the kernel's pointers point to, in the DSL's words; () of FlyDSL: to
+        bytes.
+      align: the number of bytes that divides the address of each buffer; operands before results.
       scalars: the integers that the kernel takes behind the buffers' pointers.
       divide: factors: the entry takes only extents that the divisor divides.
       threads: of a workgroup.
@@ -23,7 +24,7 @@ class Entry:
       dynamic_shared: bytes of shared memory that a launch gives beside the kernel's own.
       cluster: how many thread blocks a cluster has.
       scratch: results that are workspace.
-      reported: what the manifest says of the entry beside what the compiler says.
+      reported: further facts of the entry in the manifest, besides the compiler's.
     """
 
     types: Sequence = ()
@@ -62,8 +63,8 @@ def launches(
 
     Args:
       kernels: by the name of a launch, its entries.
-      usage: per symbol what the compiler says, `threads` included; symbols are in the order of all
-        entries, NAME_0, NAME_1 and so on, ten at most.
+      usage: the compiler's figures for each symbol, `threads` included; symbols are in the order of
+        all entries, NAME_0, NAME_1 and so on, ten at most.
 
     Raises:
       RuntimeError: an entry was compiled for other threads.

@@ -16,7 +16,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 @contextlib.contextmanager
 def whole(path: str | os.PathLike) -> Iterator[Path]:
-    """A name beside a file: what is written there takes the file's place at the end.
+    """A name beside a file: its content takes the file's place at the end.
 
     Whoever reads meanwhile reads the old file. If anything fails, nothing stays behind.
 
@@ -44,7 +44,7 @@ def write(path: str | os.PathLike, parts: Iterable[bytes | memoryview]) -> None:
 
     Args:
       path: of the file.
-      parts: what it holds, one behind the other; the next one is asked for when one is written.
+      parts: its content, one part behind the other; the next one is asked for when one is written.
 
     Raises:
       OSError: it cannot be written, or not all of it.

@@ -1,17 +1,18 @@
 """Calls that XLA splits among devices by the name of their target.
 
-A primitive's lowering emits such a call where XLA splits the program. The call has a `Rule`: which
-dimensions of its arrays are split together, and which of them are summed over. XLA asks for the
-program of a shard when it compiles. That is a function of a name in `SHARDS`, of operands of which
-a device has a part. Partial sums are added up behind it, or scattered where the result is split.
+A primitive's lowering emits such a call where XLA splits the program. The call has a `Rule`: the
+dimensions of its arrays that are split together, and the dimensions that are summed over. XLA asks
+for the program of a shard when it compiles. This program is a function of a name in `SHARDS`, and
+takes a device's parts of the operands. Partial sums are added up behind it, or scattered where the
+result is split.
 
-Names and numbers alone stand in the program, no pointer. So it is the same text in all processes,
-and lives in JAX's persistent cache and in exports. The mesh is not there: XLA says of each array
-how devices have it, and devices are counted in axes of prime sizes, p0, p1 ...
+The program has names and numbers, and no pointer. So it is the same text in all processes, and
+lives in JAX's persistent cache and in exports. It has no mesh: XLA says how devices hold each
+array, and devices are counted in axes of prime sizes, p0, p1 ...
 
 >>> rule = Rule((("m", "k"), ("n", "k")), (("m", "n"),), {"m": 64, "n": 32, "k": 8}, ("k",))
->>> shapes = ((64, 256), (32, 256), (64, 32))  # parts of k are blocks of 32
->>> splits = ((("p0",), ("p1",)), ((), ("p1",)), (("p0",), ()))  # by array and dimension
+>>> shapes = ((64, 256), (32, 256), (64, 32))  # parts of k are blocks of 32.
+>>> splits = ((("p0",), ("p1",)), ((), ("p1",)), (("p0",), ()))  # by array and dimension.
 >>> chosen(rule, shapes, splits, {"p0": 2, "p1": 2}).axes
 {'m': ('p0',), 'k': ('p1',)}
 """
@@ -53,8 +54,8 @@ class Rule(NamedTuple):
         elements for each part, and one part is whole.
       summed: the factors that results are sums over.
       unread: how many operands at the end no device reads: results are to be split as they are.
-      named: for each array its dimensions as XLA is to see them, where it is to take fewer splits
-        over from one array for others than factors say; empty: as factors say.
+      named: for each array the dimensions for XLA, where fewer splits pass from one array to others
+        than factors say; empty: as factors say.
       equal: for each operand the factors along which its elements are equal, so that a device that
         has a part knows all; empty: there are none.
     """
@@ -461,7 +462,7 @@ def call(
       parameters: of what a device computes, as JSON has them.
       rule: how arrays are split.
       operands: MLIR values.
-      target: what is lowered for.
+      target: of the lowering.
     """
     config: dict[str, Any] = {
         "name": name,

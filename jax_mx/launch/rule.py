@@ -1,12 +1,12 @@
-"""The launch rule: what a launch needs to know of a kernel, and how a call says it.
+"""The launch rule: the facts of a kernel for a launch, and their form in a call.
 
-One place for the words that kernels are written with (`kernels/`), that the manifest keeps as JSON
-and that the custom call takes as attributes. The header comment of `ffi/launch.cc` says what each
-of them does; this module says how they are written down. Needs no JAX.
+This is the one place for the words that kernels are written with (`kernels/`), that the manifest
+keeps as JSON and that the custom call takes as attributes. The header comment of `ffi/launch.cc`
+says what each of them does; this module says how they are written down. Needs no JAX.
 
-A kernel's launch rule does not know shapes. It says how the grid, the integers and the tensor maps
-follow from the dimensions of the buffers that a call passes, which are numbered operands first,
-then results. In the JSON, words that are not used are left out.
+A kernel's launch rule does not know shapes. The grid, the integers and the tensor maps follow from
+the dimensions of the buffers that a call passes. Buffers are numbered: operands first, then
+results. In the JSON, words that are not used are left out.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class TensorMap:
       swizzle: 0, or the bytes that it permutes in shared memory, a key of SWIZZLES. A box's row has
         at most so many.
       promotion: the bytes that L2 fetches at once: 0, 64, 128 or 256.
-      fill: what a box has beyond the array: "zero", or "nan" for floats.
+      fill: the elements of a box beyond the array: "zero", or "nan" for floats.
     """
 
     buffer: int
@@ -338,11 +338,11 @@ class Entry:
 
     Attributes:
       symbol: its name.
-      align: what each buffer's address must be a multiple of, in bytes.
+      align: the number of bytes that must divide each buffer's address.
       threads: of a thread block, along three axes.
       divide: (extent, divisor) as factors: the entry takes only extents that the divisor divides.
       grid: the factors of the grid's axes; an axis without any is 1.
-      usage: what the compiler says of the entry; for reports alone.
+      usage: the compiler's figures for the entry; for reports alone.
       shared: bytes of dynamic shared memory per thread block.
       cluster: thread blocks of a cluster, along three axes; 16 at most. CUDA only.
       early_start: whether it may start before what precedes it in the stream has ended; it must
@@ -523,6 +523,6 @@ def _int64(rows: Iterable) -> np.ndarray:
 
 
 def _changed(item: Any, *names: str) -> dict[str, JSON]:
-    """Those of a dataclass's attributes that have not their default."""
+    """The attributes of a dataclass that differ from their default."""
     defaults = {field.name: field.default for field in dataclasses.fields(item)}
     return {name: getattr(item, name) for name in names if getattr(item, name) != defaults[name]}

@@ -34,7 +34,7 @@ SPEEDS: Mapping[str, Speeds] = {
 
 
 class Work(NamedTuple):
-    """What a kernel computes beside its moves: so many operations of products."""
+    """A kernel's work besides its moves: so many operations of products."""
 
     flop: float = 0
     in_fp8: bool = False

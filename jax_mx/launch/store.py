@@ -1,4 +1,4 @@
-"""Where kernels come from: a store of binaries by their content, filled on demand.
+"""The store of kernels: binaries by their content, compiled on demand.
 
 A program names a kernel by its sha256. The handler reads its bytes when the call is instantiated
 (ffi/launch.cc), from the folders that this module registers: `jax_mx/binaries`, which a wheel may
@@ -61,7 +61,7 @@ class Artifact:
         """One kernel's attributes of the custom call.
 
         Args:
-          launch: whose entries the call takes.
+          launch: the name of the launch whose entries the call takes.
           scalars: the values of scalars that have a name.
           carry: whether the call carries the binary, for a program that leaves this machine.
         """
@@ -251,9 +251,9 @@ _failed: dict[str, compiler.CompileError] = {}
 
 
 def exported(chips: Sequence[str]) -> list[str]:
-    """Those of `chips` that exported programs carry kernels for: of JAX_MX_ARCHS, or all.
+    """The chips that exported programs carry kernels for: as JAX_MX_ARCHS says, or all.
 
-    "none" is for none, "native" for all: it is of the machine that builds, not of this one.
+    "none" stands for none. "native" stands for all here: it means the machine that builds.
 
     Raises:
       ValueError: JAX_MX_ARCHS has a name that is neither an arch's nor a chip's.

@@ -1,4 +1,4 @@
-"""What a program is lowered for: a platform and its chips, or one that a CPU stands in for."""
+"""The target of a lowering: a platform and its chips, or a chip that a CPU stands in for."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,7 @@ from jax_mx.launch import store
 
 
 class Emulated(NamedTuple):
-    """What the CPU stands in for (jax_mx.testing.emulate)."""
+    """The chip that the CPU stands in for (jax_mx.testing.emulate)."""
 
     chip: str
     device: int  # of the stand-in driver
@@ -43,11 +43,11 @@ def default_device() -> jax.Device:
 
 
 def chips_of_trace(arrays: Sequence[Any]) -> list[str]:
-    """The chips that what is being traced is for, as far as a trace knows.
+    """The chips of the function that is being traced, as far as a trace knows.
 
-    Those of the mesh that is set, else those of committed arrays, else those beside the default
-    device. On a machine without a GPU the chips that JAX_MX_ARCHS names, which programs are
-    compiled for there.
+    The mesh that is set has the chips, else committed arrays have them, else the default device's
+    machine. On a machine without a GPU they are the chips that JAX_MX_ARCHS names, for which
+    programs are compiled there.
     """
     if traced_for.value is not None:
         return list(traced_for.value)
@@ -147,7 +147,7 @@ class Target(NamedTuple):
       chips: as drivers name them; None for an export, which whoever lowers finds chips for.
       device: of the stand-in driver, in emulation.
       partitioned: whether XLA splits the program among several devices, at least along some axes.
-      devices: among how many.
+      devices: the number of these devices.
       is_mixed: whether a shard_map around it splits it along other axes.
       several: whether the program is lowered for other platforms, too.
     """
@@ -183,7 +183,7 @@ class Target(NamedTuple):
 
 
 def target_of(ctx: mlir.LoweringRuleContext, platform: str | None) -> Target:
-    """What is lowered for, by a rule of this platform; None: of all that have no own rule."""
+    """The target of a rule of this platform; None: a rule of all platforms without their own."""
     platform = platform or (ctx.platforms or ctx.module_context.platforms)[0]
     chips, emulated = _chips(ctx, platform), emulation.value
     exports = ctx.module_context.lowering_parameters.for_export

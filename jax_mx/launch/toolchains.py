@@ -1,4 +1,4 @@
-"""What compiles kernels: for each DSL the distributions that its binaries' bytes follow from.
+"""The compilers of kernels: the distributions that the bytes of each DSL's binaries follow from.
 
 Their versions are pinned, here and in pyproject.toml (a test compares both). Where others are
 installed, kernels are not compiled on demand: they would be other kernels than those verified.

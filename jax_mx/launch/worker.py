@@ -1,8 +1,9 @@
 """Compiles kernels for another process: `python worker.py FD`.
 
-Reads lines of JSON from standard input, {"binary": ..., "arch": arch}, and writes one for each to
-the file descriptor FD: {"image": base64, "facts": ...} or {"error": sentence}. Ends with its input.
-A binary (binary.py) is in base64, as pickle has it.
+Reads lines of JSON from standard input, {"binary": ..., "arch": arch, "path": folders}, and writes
+one for each to the file descriptor FD: {"image": base64, "facts": ...} or {"error": sentence}. Ends
+with its input. A binary (binary.py) is in base64, as pickle has it; `path` has the folders that the
+other process imports from, which may have grown since this one began.
 """
 
 import base64
@@ -57,6 +58,7 @@ def main(descriptor: str) -> None:
         for line in sys.stdin:
             request = json.loads(line)
             try:
+                sys.path += [path for path in request["path"] if path not in sys.path]
                 binary = pickle.loads(base64.b64decode(request["binary"]))
                 image, facts = compiled(binary, request["arch"])
                 answer = {"image": base64.b64encode(image).decode(), "facts": facts}

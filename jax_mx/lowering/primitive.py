@@ -128,7 +128,7 @@ def _call(
 
 
 def _work_of(plan: AnyPlan, operands: Sequence[Any], results: Sequence[Any]) -> Work:
-    """What a call of arrays with these shapes computes beside its moves."""
+    """The work of a call of arrays with these shapes, besides its moves."""
     if plan.op not in ("matmul", "matmul_fp8", "wgrad", "wgrad_fp8"):
         return MOVES
     # Each element of x meets an element of each of y's columns.

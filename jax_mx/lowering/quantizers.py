@@ -25,7 +25,7 @@ from jax_mx.facts.formats import BLOCK, SCALE_DTYPE, Format, Scaling
 from jax_mx.facts.preprocessing import Preprocessing
 from jax_mx.facts.signatures import Role
 from jax_mx.facts.sources import COLUMNS, ROWS, Source, X
-from jax_mx.facts.windows import ROW, SHARD
+from jax_mx.facts.windows import ROW, SHARD, SQUARE
 from jax_mx.launch import partition
 from jax_mx.launch.calls import batched
 from jax_mx.launch.partition import Rule, Split
@@ -137,11 +137,11 @@ def _of_blocks(amax, y, result: Result):
 def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array], along: Shape):
     """For each block of what is scaled its window's largest magnitude; None: its own.
 
-    `along` are the dimensions of a whole row.
+    `along` are the dimensions of a whole row, or of a square block.
     """
     if own.window == BLOCK:
         return None
-    if own.window == ROW:
+    if own.window in (ROW, SQUARE):
         amax = data["amaxes"] if own.kind.takes_amaxes else reference.amax_of(y, along)
         return _of_blocks(amax, y, result)
     return reference.over_windows(reference.amax_of(y, result.block), result.blocks_in(own.window))
@@ -224,7 +224,10 @@ def _quantize_reference(x, *block_data, plan: Plan):
         if own.stochastic:
             noise = jnp.moveaxis(reference.noise(data["seeds"], result.block), *last)
         y = _scaled_elements(x, result, own, data)
-        amax = _amaxes(y, result, own, data, plan.view.along(result))
+        along = plan.view.along(result)
+        if own.window == SQUARE:
+            along = tuple(d for each in plan.view.results for d in each.block)
+        amax = _amaxes(y, result, own, data, along)
         amax = amax if amax is None else jnp.moveaxis(amax, *last)
         blocks, scaling = jnp.moveaxis(y, *last), cast(Scaling, plan.scaling)
         how = (format, scaling, result.last, plan.zero_scale, noise, amax)

@@ -244,12 +244,21 @@ def _one_kernel(dsl: str, plan: AnyPlan, chips: Sequence[str]) -> Support:
     for chip in chips:
         arch = chip_table.arch_of(chip)
         assert arch is not None  # `known` has it
-        if arch not in archs_of(variant):
-            why = f"{dsl} has no kernel {variant.name} for {chip}: its registers do not hold a tile"
+        if lacks := _lacks(plan, variant, arch):
+            why = f"{dsl} has no kernel {variant.name} for {chip}{lacks}"
             return _refused(dsl, plan.name, why)
         if _asks_store.get() and (advice := store.obstacle(variant, arch)):
             return _refused(dsl, plan.name, store.lacking(variant, arch), advice)
     return Support(dsl, (variant,))
+
+
+def _lacks(plan: AnyPlan, variant: Binary, arch: str) -> str:
+    """The end of a sentence on why an arch has no kernel; empty where it has one."""
+    if arch not in archs_of(variant):
+        return ": its registers do not hold a tile"
+    if isinstance(variant, Variant) and plan.launch not in layouts_of(variant, arch):
+        return f" and scale_layout {plan.launch}"
+    return ""
 
 
 def _refused(dsl: str, call: str, why: str, advice: str = "") -> Support:

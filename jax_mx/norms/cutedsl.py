@@ -1,8 +1,8 @@
 """Rows that are normed as they are quantized: `Rows` along them, `NormedTiled` for other forms.
 
 The sum of a row's squares has the order that `jax_mx.rms_norm` says: 2048 sums side by side, then
-by neighbours. A lane has 8 or 16 neighbouring ones of these, so that the last steps are shuffles
-within a warp and a few words of shared memory.
+by neighbours. A lane has 8 or 16 neighbouring sums. So the last steps are shuffles within a warp
+and a few words of shared memory.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ SUM = {"bfloat16": Float32, "float16": Float32, "float32": Float64}  # what squa
 
 
 def plus_squares(word: Uint32, a: Float32, b: Float32, dtype: str) -> list:
-    """Two sums and the squares of a word's elements; those below 2^-126 are zeros."""
+    """Two sums and the squares of a word's elements; squares below 2^-126 are zeros."""
     code = (
         f"{{ {_WIDEN[dtype]}"
         "mul.rn.ftz.f32 a, a, a; mul.rn.ftz.f32 b, b, b; "
@@ -104,7 +104,7 @@ def _normed_two(word: Uint32, factor: Float32, a: Float32, b: Float32, dtype: st
 def factor_of(total, length: Int32, eps: Int32):
     """sqrt(length / (total + length * eps)) in float64; `eps` are the bits of a float32.
 
-    Of a float32 it is rounded to one.
+    If `total` is a float32, the factor is rounded to float32.
 
     Without branches and calls, as nothing is subnormal. The quotient is rounded as IEEE 754 says:
     its last step has the exact remainder (P. Markstein, IBM J. Res. Dev. 34, 1990). The root's last
@@ -143,7 +143,7 @@ def factor_of(total, length: Int32, eps: Int32):
 
 
 def over_warp(value):
-    """The sum of all lanes' values, likewise."""
+    """The sum of all lanes' values."""
     for i in range(5):
         value = value + cute.arch.shuffle_sync_bfly(value, offset=1 << i)
     return value
@@ -164,7 +164,7 @@ def add_vector(sums, rX, dtype: cutlass.Constexpr):
 # ---- along rows ---
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """What a thread block of `Rows` covers: whole rows."""
+    """The whole rows that a thread block of `Rows` covers."""
 
     threads: int  # that have the 2048 sums
     kept: int  # times 2048 elements of a row that stay in registers; more are read again
@@ -309,7 +309,7 @@ class Rows(WholeBlocks):
 
     @cute.jit
     def weights(self, weights, tid, vectors, s):
-        """Those of a vector's columns; zeros beyond the row."""
+        """The weights of a vector's columns; zeros beyond the row."""
         n: cutlass.Constexpr = self.elements
         rM = cute.make_rmem_tensor(n, Float32)
         rM.fill(Float32(0.0))
@@ -323,7 +323,7 @@ class Rows(WholeBlocks):
     def put(self, rX, factors, arrays, scalars, where: cutlass.Constexpr, s):
         """Norms a vector of each row, quantizes it and stores codes and scales.
 
-        What is beyond a row of finite numbers is 0 still, as its weights are.
+        Places beyond a row of finite numbers stay 0, as their weights are.
         """
         first, starts, counts = where
         tid, _, _ = cute.arch.thread_idx()
@@ -387,7 +387,7 @@ class Rows(WholeBlocks):
 # ---- other forms ---
 @dataclasses.dataclass(frozen=True)
 class Bands(Tiling):
-    """What a thread block of `NormedTiled` covers, and which ones find factors for others."""
+    """The part that a thread block of `NormedTiled` covers, and the number that find factors."""
 
     each: int = 2  # rows whose factors a thread block finds
     lag: int = 4  # how many bands of tiles later these are quantized
@@ -399,12 +399,12 @@ class Bands(Tiling):
 
 
 class NormedTiled(Tiled):
-    """`Tiled` of what is normed: x is read twice, the second time from the L2 cache.
+    """`Tiled` with a norm: x is read twice, the second time from the L2 cache.
 
-    Of each band of tiles, some thread blocks find the rows' factors. Those that quantize the band
-    come a few bands later; they wait until the factors are there, and find them themselves where
-    that takes long: the order in which thread blocks run is not promised. Factors begin as zeros,
-    and one that is there is none, so they say themselves that they are.
+    Some thread blocks compute the rows' factors for each band of tiles. The thread blocks that
+    quantize the band come a few bands later and wait for the factors. If that takes long, they
+    compute the factors themselves: CUDA does not promise an order of thread blocks. A factor of 0
+    means "not computed yet"; no real factor is 0, so no flag is needed.
     """
 
     CHUNK = 256  # of the 2048 sums, a warp's
@@ -452,7 +452,7 @@ class NormedTiled(Tiled):
         return tiles_m, (k + across - 1) // across * (across // self.tile.cols)
 
     def step(self, scalars) -> tuple:
-        """Which band's turn it is, and the thread block's number among those of the turn."""
+        """The band whose turn it is, and the thread block's number within the turn."""
         bid, _, _ = cute.arch.block_idx()
         _, tiles_k = self.tiles(scalars)
         each = Uint32(tiles_k + self.tile.finders)
@@ -471,7 +471,8 @@ class NormedTiled(Tiled):
     ):  # fmt: skip
         """A warp's sums of the squares of `count` rows, over the columns of a chunk of sums.
 
-        `deep` vectors of each are loaded at once. Of a residual it stores sums.
+        `deep` vectors of each row are loaded at once. With a residual it stores the sums x +
+        residual.
         """
         _, k = self.lengths(scalars)
         n: cutlass.Constexpr = self.vector

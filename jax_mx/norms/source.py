@@ -19,14 +19,14 @@ from jax_mx.sources.gated import FLOATS, WEIGHTS, X
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NormSource(Source):
-    """What `jax_mx.rms_norm` gives, of x (..., K) and float32 weights (K,).
+    """The results of `jax_mx.rms_norm` for x (..., K) and float32 weights (K,).
 
-    The factors of rows also come out.
+    The factors of rows are a further result.
 
     Attributes:
       eps: a float32, which is a scalar of kernels.
-      added: whether a residual like x is added to x before; the sum also comes out.
-      floats: whether the floats come out, beside codes.
+      added: whether a residual like x is added to x before; the sum is a further result.
+      floats: whether the floats are a result, next to codes.
     """
 
     eps: float = 0.0
@@ -67,9 +67,9 @@ class NormSource(Source):
         return dataclasses.replace(self, eps=0.0)
 
     def fused(self, variant: Variant) -> bool:
-        """Kernels give what products take; sums and floats from bfloat16, in two formats.
+        """Kernels give the operands of products; sums and floats from bfloat16, in two formats.
 
-        Factors that wait in memory for their tiles are float32, those of float32 rows are not.
+        Factors that wait in memory for their tiles are float32, but float32 rows need float64 ones.
         """
         if variant.gives_floats or not is_operand(variant):
             return False
@@ -83,7 +83,7 @@ class NormSource(Source):
         return has_one_format(variant, MXFP8_E4M3, MXFP4_E2M1)
 
     def columns(self, spans: Spans) -> int:
-        """The dimension behind those of rows."""
+        """The dimension behind the dimensions of rows."""
         return 1 + spans[0]
 
     # ---- shapes ---
@@ -104,7 +104,7 @@ class NormSource(Source):
         return [*(a.reshape(shape) for a in arrays), weight.reshape(-1)]
 
     def shape(self, operands: Sequence[Any], spans: Spans) -> Shape:
-        """That of x, for its operand's, which has blocks."""
+        """The shape of x, from its operand's, which has blocks."""
         (down, across), shape = spans, operands[0].shape
         at = len(shape) - 1 - across
         rows = (math.prod(shape[:at]),) if down else tuple(shape[:at])

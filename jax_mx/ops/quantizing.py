@@ -11,7 +11,7 @@ from jax_mx.arrays.checks import array_of, shown
 from jax_mx.arrays.sharding import is_explicit, spec_of
 from jax_mx.arrays.views import Viewed
 from jax_mx.facts.sources import Source, X
-from jax_mx.facts.windows import lengths_of
+from jax_mx.facts.windows import arrays_window, lengths_of
 from jax_mx.lowering import primitive, quantizers, registry
 from jax_mx.lowering.plan import Plan
 from jax_mx.ops.activations import Gated, Of, made
@@ -86,7 +86,8 @@ def quantized(
         pair = next(outs), next(outs)
         (values, scales), axis = viewed.from_arrays(pair, result, axes, format, plan.transpose)
         fields = (format, axis, plan.scale_layout, plan.block, plan.value_layouts[i])
-        found.append(MXArray(values, scales, *fields, plan.preprocessing[i].window))
+        window = arrays_window(plan.preprocessing[i].window)
+        found.append(MXArray(values, scales, *fields, window))
     return [*found, *results, *outs]
 
 

@@ -187,7 +187,7 @@ def _gathered_vjp(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
         return dataclasses.replace(array, **arrays)
 
     floats = spread(jnp.zeros((1,) * w.ndim, w.dtype), w.shape, _spec(static.kept))
-    return floats, _each(_forms(side, w, recipe), side, gathered)
+    return floats, _each(_forms(static, side, w, recipe), side, gathered)
 
 
 def _whole(mesh: Any, spec: tuple, gone: tuple[Names, ...], bits: jax.Array) -> jax.Array:
@@ -199,6 +199,7 @@ def _whole(mesh: Any, spec: tuple, gone: tuple[Names, ...], bits: jax.Array) -> 
       gone: for each of its axes the mesh axes that it is gathered from.
       bits: the array.
     """
+    spec += (None,) * (bits.ndim - len(spec))  # tiles of scales are whole
     axes = [axis for axis, names in enumerate(gone) if names]
     if len(axes) == 1 and spec[axes[0]] is None and math.prod(bits.shape[: axes[0]]) > 1:
         (axis,) = axes  # parts arrive behind each other, and are joined as we do it, not XLA
@@ -271,15 +272,19 @@ def _of_part(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
     )
     floats, _ = private.vary_alike(jnp.zeros(shape, w.dtype), w)
     across = arranged[side.axis], arranged[-3 - side.axis]
-    return floats, _each(_forms(side, w, recipe, across), side, gathered)
+    return floats, _each(_forms(static, side, w, recipe, across), side, gathered)
 
 
 def _forms(
-    side: Arrangement, w: jax.Array, recipe: Recipe, across: tuple[Names, Names] = ((), ())
+    static: _Gather,
+    side: Arrangement,
+    w: jax.Array,
+    recipe: Recipe,
+    across: tuple[Names, Names] = ((), ()),
 ) -> tuple[ProductOperand, ProductOperand]:
     """Both forms; `across`: the axes of a shard_map that split either contracted axis."""
-    asked = dataclasses.replace(Unquantized.of(side, w, recipe), across=across, moves=True)
-    first, second = asked.forms()
+    how: dict[str, Any] = {"across": across, "joined": static.mesh}
+    first, second = dataclasses.replace(Unquantized.of(side, w, recipe), **how).forms()
     return first, second
 
 

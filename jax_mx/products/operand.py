@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax_mx import reference
 from jax_mx.arrays.sharding import is_explicit, shards_of
 from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
-from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout
-from jax_mx.facts.windows import SHARD, Window, lengths_of, share_a_read
+from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout
+from jax_mx.facts.windows import SHARD, SQUARE, Window, lengths_of, share_a_read
 from jax_mx.launch import private
 from jax_mx.ops import mxarray
 from jax_mx.ops.activations import made
@@ -54,7 +54,8 @@ class BlockRule(NamedTuple):
 
     Attributes:
       scaling: the rule.
-      square: whether blocks are (32, 32); then one array serves both products of one format.
+      square: whether blocks are (32, 32); one array serves both products of one format, but on
+        Blackwell.
     """
 
     scaling: Scaling
@@ -229,7 +230,8 @@ class Unquantized:
       across: for each reader the axes of a shard_map among whose devices a row lies that it
         contracts.
       number: of the operand among those that one call rounds at random by one key.
-      moves: whether its forms are gathered from several devices, which takes scales in rows.
+      moves: whether its rows move one by one, with their scales.
+      joined: the mesh on which devices' parts of its forms are joined; or None.
     """
 
     x: Any
@@ -244,6 +246,7 @@ class Unquantized:
     across: tuple[Any, Any] = dataclasses.field(default=((), ()), metadata={"static": True})
     number: int = dataclasses.field(default=0, metadata={"static": True})
     moves: bool = dataclasses.field(default=False, metadata={"static": True})
+    joined: Any = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of(
@@ -320,11 +323,25 @@ class Unquantized:
     def _parts(self, as_floats: Sequence[bool]) -> list[_Part]:
         """The forms that are wanted, each of which rounds by a key of its own."""
         axes = (self.axis, -3 - self.axis)
+        uses = [use and _apart(use, 2 * self.number + i) for i, use in enumerate(self.uses)]
+        if self._is_written_twice:
+            uses = [use and use._replace(window=SQUARE) for use in uses]
         return [
-            _Part(i, _apart(use, 2 * self.number + i), axis, floats)
-            for i, (use, axis, floats) in enumerate(zip(self.uses, axes, as_floats, strict=True))
+            _Part(i, use, axis, floats)
+            for i, (use, axis, floats) in enumerate(zip(uses, axes, as_floats, strict=True))
             if use is not None
         ]
+
+    @property
+    def _is_written_twice(self) -> bool:
+        """Whether square blocks are written for each reader: codes along its axis, its scales.
+
+        So Blackwell reads both as they lie; elsewhere one array serves both.
+        """
+        first, second = self.uses
+        alike = self.blocks.square and first == second and self.joined is None
+        alike = alike and first is not None and first.format is not None and first.window == BLOCK
+        return alike and layout_for_trace(self._type) == BLOCKED_128X4
 
     def _forms_of(self, x: jax.Array, parts: list[_Part]) -> dict[int, Any]:
         """The forms by their numbers; the sums are number 2."""
@@ -334,7 +351,7 @@ class Unquantized:
         for part in parts:
             if part not in coded:
                 forms[part.number] = ProductOperand(self._floats(x), part.axis)
-            elif self.blocks.square:
+            elif self.blocks.square and part.use.window != SQUARE:
                 same = [p for p in coded if p.use.format == part.use.format]
                 if same[0] is part:  # one array serves both
                     (array,) = self._quantized(x, [part])
@@ -350,14 +367,15 @@ class Unquantized:
 
     def _quantized(self, x: jax.Array, parts: list[_Part]) -> tuple[Any, ...]:
         """Codes, or the floats that they stand for, of one part or two, by one call."""
-        both, square = len(parts) == 2, self.blocks.square
+        both = len(parts) == 2
+        square = self.blocks.square and parts[0].use.window != SQUARE
         transpose = [not part.as_floats and not square for part in parts]
         first = "quantize_both" if both else "quantize"
         asked = Options(
             formats=tuple(part.use.format for part in parts),
             axis=-1 if both or square else parts[0].axis,
             scaling=self.blocks.scaling,
-            scale_layout=self._scale_layout,
+            scale_layout=ROW_MAJOR if square else self._scale_layout,
             transpose=(False, transpose[1]) if both else transpose[0],
             block=(BLOCK, BLOCK) if square else BLOCK,
             value_layouts=(ROW_MAJOR_VALUES,) * len(parts),
@@ -365,7 +383,7 @@ class Unquantized:
             across=tuple(self.across[part.number] for part in parts) if any(self.across) else (),
             preprocessing=tuple(
                 dataclasses.replace(
-                    preprocessing_of(first, use.rounding, use.hadamard, use.window, SHARD),
+                    preprocessing_of(first, use.rounding, use.hadamard, use.window, SHARD, SQUARE),
                     dequantized=as_floats,
                 )
                 for _, use, _, as_floats in parts
@@ -376,21 +394,23 @@ class Unquantized:
 
     @property
     def _scale_layout(self) -> ScaleLayout:
-        """Where scales lie: of square blocks and of gradients kernels write them in rows alone."""
+        """The layout of scales, except of square blocks, which kernels write in rows alone."""
+        return ROW_MAJOR if self.moves else layout_for_trace(self._type, self.joined)
+
+    def _type(self) -> Any:
+        """The shape of what is quantized, and on explicit meshes how it is split."""
+        x = padded(self.x, self.pads) if any(self.pads) else self.x
+        return jax.eval_shape(self._made, x)
+
+    def _made(self, x: jax.Array) -> jax.Array:
+        """The floats that `quantize` would make of x."""
+        x = x if self.rows is None else reference.rows_of(x, self.rows)
         own = self.activation.own if self.has_sums else self.activation
-        alone = self.blocks.square or getattr(own, "gradient", None) is not None
-        if alone or self.moves:
-            return ROW_MAJOR
-        is_made = self.rows is not None or own is not None or any(self.pads)
-        if is_made:
-            return layout_for_trace()
-        return layout_for_trace(self.x.shape, tuple(jax.typeof(self.x).sharding.spec))
+        return x if own is None else made("quantize", x, own)
 
     def _floats(self, x: jax.Array) -> jax.Array:
         """The floats that `quantize` would take, in bfloat16 unless the recipe leaves floats."""
-        x = x if self.rows is None else reference.rows_of(x, self.rows)
-        own = self.activation.own if self.has_sums else self.activation
-        x = x if own is None else made("quantize", x, own)
+        x = self._made(x)
         return x.astype(jnp.bfloat16) if self.recipe.rounds else x
 
     def _sums_with(self, parts: list[_Part]) -> bool:

@@ -1,7 +1,8 @@
 """Layouts that products of a trace read as they lie."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -26,37 +27,43 @@ _LAYOUTS: Mapping[str, ScaleLayout] = {
 }
 
 
-def layout_for_trace(lengths: Sequence[int] = (), split: Sequence = ()) -> ScaleLayout:
+def layout_for_trace(of: Callable[[], Any] | None = None, joined: Any = None) -> ScaleLayout:
     """The layout of scales that products of a trace read as they lie.
 
     Where XLA splits a program scales stay in rows, unless each shard has whole tiles.
 
     Args:
-      lengths: (..., rows, columns) of what is quantized along either; empty: not known.
-      split: as its type says, the axes of an explicit mesh that split each dimension.
+      of: gives the type of what is quantized along either of the last two axes; None: not known.
+      joined: the mesh on which devices' parts are joined, which then have whole tiles; or None.
     """
     layouts = {_LAYOUTS.get(chip, ROW_MAJOR) for chip in targets.chips_of_trace(())}
     if len(layouts) != 1:
         return ROW_MAJOR
     (layout,) = layouts
     is_old = layout == BLOCKED_128X4 and jax.__version_info__ < tcgen05.VERSION
-    return layout if not is_old and _has_whole_tiles(layout, lengths, split) else ROW_MAJOR
+    return layout if not is_old and _has_whole_tiles(layout, of, joined) else ROW_MAJOR
 
 
-def _has_whole_tiles(layout: Layout, lengths: Sequence[int] = (), split: Sequence = ()) -> bool:
+def _has_whole_tiles(
+    layout: Layout, of: Callable[[], Any] | None = None, joined: Any = None
+) -> bool:
     """Whether shards have whole tiles along both axes, whatever XLA splits.
 
     On the automatic axes of a mesh a trace does not know what XLA splits.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.are_all_axes_manual:
+    is_local = mesh.empty or mesh.are_all_axes_manual
+    if is_local and joined is None:
         return True
-    if not lengths or mesh.manual_axes or not layout.is_tiled:
+    mesh = joined if mesh.empty else mesh
+    if of is None or not layout.is_tiled or (mesh.manual_axes and not is_local):
         return False
+    like = of()
     unit = math.lcm(layout.pad[0], layout.pad[1] * BLOCK)
     unit *= math.prod(mesh.shape[name] for name in mesh.auto_axes)
-    entries = (*split, *[None] * (len(lengths) - len(split)))
-    for n, axes in [*zip(lengths, entries, strict=True)][-2:]:
+    split = getattr(like.sharding, "spec", ())
+    entries = (*split, *[None] * (len(like.shape) - len(split)))
+    for n, axes in [*zip(like.shape, entries, strict=True)][-2:]:
         names = (axes,) if isinstance(axes, str) else axes or ()
         if n % (unit * math.prod(mesh.shape[name] for name in names)):
             return False

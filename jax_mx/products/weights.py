@@ -32,7 +32,8 @@ def quantize_weights(
     once, as they are: float32 masters need no copy in bfloat16. Products take a `QuantizedWeight`
     with activations of any float type, and give results of that type. Gradients reach the floats,
     in their dtype, as `Recipe.quantize_weight` says. Codes and scales of both directions take 2.1
-    bytes an element in MXFP8, or 1.03 in square blocks, until the step ends. On a mesh they are
+    bytes an element in MXFP8, or 1.03 in square blocks (not on Blackwell, whose products read two
+    arrays), until the step ends. On a mesh they are
     split as the floats are; in each pass devices gather the codes of its direction.
 
     Args:

@@ -1,4 +1,4 @@
-"""An activation's results, of gates and ups: what lies between the two products of an MLP."""
+"""An activation's results, of gates and ups, between the two products of an MLP."""
 
 import dataclasses
 import math

@@ -29,7 +29,7 @@ class GradientSource(Source):
 
     loaders: ClassVar[Mapping[str, str]] = {"cutedsl": "gradient"}
     tuned_as = "gradient"
-    tiled_scales = False
+    tiled_on = ("sm_100f",)  # whose products read tiles
 
     def __str__(self) -> str:
         turns = "_interleaved" * self.interleaved

@@ -1,4 +1,4 @@
-"""An activation's results, of gates and ups that are two arrays: those of two products."""
+"""An activation's results, of gates and ups that are two arrays, the results of two products."""
 
 import dataclasses
 import math
@@ -46,7 +46,7 @@ class GatedPairSource(Source):
         return variant.finds_amaxes and variant.dtype == "bfloat16"
 
     def columns(self, spans: Spans) -> int:
-        """The dimension behind those of rows."""
+        """The dimension behind the dimensions of rows."""
         del spans
         return 1
 

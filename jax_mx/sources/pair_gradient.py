@@ -1,4 +1,4 @@
-"""The gradients of gates and of ups that are two arrays: those of two products."""
+"""The gradients of gates and of ups that are two arrays, the results of two products."""
 
 import dataclasses
 from typing import Any
@@ -32,7 +32,7 @@ class PairGradientSource(Source):
 
     @property
     def results(self) -> tuple[Array, ...]:
-        """Behind those of gates what belongs to ups."""
+        """The results of ups, which follow the results of gates."""
         each = ("of_up_rows", Role.BLOCK_DATA), ("of_up_columns", Role.BLOCK_DATA)
         return *(Array(*named) for named in each), Array("up_floats", Role.SOURCE)
 

@@ -171,7 +171,7 @@ def part(first, second) -> None:
 def turned(low: Uint32, high: Uint32) -> tuple[Uint32, Uint32]:
     """The lower halves of two words, and their upper halves; its own inverse.
 
-    Of a gate and an up each, words of two gates and of two ups.
+    It turns two words of a gate and an up each into words of two gates and of two ups.
     """
     return convert.bytes_of(low, high, 0x5410), convert.bytes_of(low, high, 0x7632)
 

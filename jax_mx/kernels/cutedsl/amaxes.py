@@ -5,8 +5,8 @@ Quantizing both ways in windows of whole rows wants them first. A thread block t
 integers, of bfloat16 two in a word; thread blocks meet in results that begin as zeros, by atomics,
 whose order does not matter to a maximum.
 
-Thread blocks begin with the end of x, which who wrote x has just left in the L2 cache, and end with
-its beginning, which the quantizer reads first.
+Thread blocks begin with the end of x, which the writer of x has just left in the L2 cache. They end
+with its beginning, which the quantizer reads first.
 """
 
 import cutlass
@@ -157,7 +157,7 @@ class Amaxes(ProductEntry):
 
     @cute.jit
     def raise_columns(self, to: Int64, below, count):
-        """What all warps found of the thread block's columns; `count` are there."""
+        """Raises the columns' amaxes at `to` to the largest of all warps; `count` columns exist."""
         warps: cutlass.Constexpr = self.threads // 32
         words: cutlass.Constexpr = self.itemsize // 2  # of two columns, which a thread takes
         takers: cutlass.Constexpr = self.columns // 2

@@ -36,7 +36,7 @@ def compile_variant(
         name: [
             module.kernel_of(variant, arch, SCALE_LAYOUTS[name], a, **tuning) for a in (True, False)
         ]
-        for name in layouts or layouts_of(variant)
+        for name in layouts or layouts_of(variant, arch)
     }
     every = [kernel for entries in kernels.values() for kernel in entries]
     return compile_entries(variant.name, arch, every, functools.partial(entry.launches, kernels))

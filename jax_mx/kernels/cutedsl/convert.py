@@ -2,7 +2,7 @@
 
 Naming: `word` is a 32-bit register with two 16-bit elements or one float32, lower element first.
 
-What archs lack is done by other instructions, with the same bits:
+Other instructions replace missing ones of an arch, with the same bits:
 
     before sm_86    max.xorsign.abs: signs are cleared first
     before sm_89    conversions of 8 bits: `_pack_in_integers`, `_unpack_four_halves`
@@ -42,7 +42,7 @@ _INF, _NAN = 0x7F800000, 0x7FC00000
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """What is converted to what, and for which arch: what the code of a conversion depends on.
+    """The facts that the code of a conversion depends on: floats, codes, arch.
 
     Attributes:
       dtype: the floats'.
@@ -251,9 +251,9 @@ def pack_four(floats: list, to: Conversion) -> Uint32:
 def _pack_in_integers(value: Float32, format: Format) -> Uint32:
     """A float's code of 6 or 8 bits, as `pack_four` has it, without a conversion.
 
-    Added to 2^(e + 23 - mantissa_bits), where 2^e is the power of two below a number, or below the
-    smallest normal one, the number is rounded to a code's last place, and what is behind the power
-    counts these. Above the smallest exponent, codes of lower ones precede them.
+    Let 2^e be the power of two below a number, or below the smallest normal one. The sum of the
+    number and 2^(e + 23 - mantissa_bits) is rounded to a code's last place, and its bits behind the
+    power count these places. Above the smallest exponent, codes of lower exponents precede them.
     """
     shift = 23 - format.mantissa_bits
     smallest = 128 - format.bias  # exponent of the smallest normal number, as float32 has it
@@ -368,7 +368,7 @@ def pack_column(below: list, which: int, to: Conversion) -> list:
 
 
 def _signs(low: Uint32, high: Uint32) -> Uint32:
-    """The top bits of `low`'s bytes at their bits 3, those of `high`'s at their bits 7."""
+    """The top bits of `low`'s bytes at bits 3 of bytes, and of `high`'s at bits 7."""
     mask = 0x08080808
     mixed = (low >> Uint32(4)) & Uint32(mask) | high & Uint32(~mask & 0xFFFFFFFF)
     return mixed & Uint32(0x88888888)
@@ -491,7 +491,7 @@ def _unpack_four(word: Uint32, format) -> list:
 def _unpack_four_halves(word: Uint32, format) -> list:
     """`_unpack_four` without a conversion: e5m2 is the upper byte of a float16.
 
-    Of e4m3 the bits, one place down, are a float16 times 2^-8; but for NaN, which is all ones.
+    The bits of e4m3, one place down, are a float16 times 2^-8, except for NaN, which is all ones.
     """
     e4m3 = format == MXFP8_E4M3
     shift = (
@@ -637,7 +637,7 @@ def dequantized_pairs(words: list, factors: list, to: Conversion) -> list:
 
 
 def through_codes(pairs: list, factors: list, to: Conversion) -> list:
-    """Words of two bfloat16: what the codes of pairs stand for, see `dequantized_pairs`."""
+    """Words of two bfloat16, the floats of the codes of pairs, see `dequantized_pairs`."""
     words = pack_along(pairs, to)
     words = words if to.format.codes_per_byte == 1 else expanded(words)
     return dequantized_pairs(words, factors, to)

@@ -108,7 +108,7 @@ def dequantized(rV, factors: list, to: convert.Conversion):
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a thread block covers, in warps; a warp of `Tiled` is 128 codes wide."""
+    """The part that a thread block covers, in warps; a warp of `Tiled` is 128 codes wide."""
 
     down: int
     across: int = 1
@@ -117,7 +117,7 @@ class Tiling:
 
 
 class Matrix(Kernel):
-    """Codes that lie as (batch, R, C); what the kernels of such arrays share.
+    """Codes that lie as (batch, R, C): the base of kernels for such arrays.
 
     Subclasses give the tile, `rows` x `cols` codes, and `vector`, which must divide rows of codes.
     """
@@ -359,8 +359,8 @@ class Turned(Matrix):
 class Shifted(Matrix):
     """Codes that lie anywhere as (batch, R, C), blocks along R -> floats that lie so, by vectors.
 
-    Of rows that a vector's length are apart, vectors of floats begin at the same columns. A warp
-    has those of a block, a lane the same vector of each, whose codes begin anywhere.
+    Rows that are a vector's length apart have vectors of floats that begin at the same columns. A
+    warp has such rows of a block, a lane the same vector of each row, whose codes begin anywhere.
     """
 
     def cut(self) -> None:
@@ -486,8 +486,8 @@ class Shifted(Matrix):
 class Tiled(Matrix):
     """Codes that lie as (batch, R, C) -> floats that lie so.
 
-    If unaligned, of square blocks (whose rows are aligned where the array is, so that this is rare,
-    and not tuned), or -> floats that lie as (batch, C, R).
+    Unaligned entries have square blocks, or give floats that lie as (batch, C, R). Rows of square
+    blocks are aligned where the array is, so these entries are rare, and not tuned.
     """
 
     def cut(self) -> None:

@@ -26,7 +26,7 @@ from jax_mx.kernels.geometry import Extents
 
 
 class WholeBlocks(Kernel):
-    """What a thread does that has a whole block, or part of one whose rest its neighbours have."""
+    """The work of a thread that has a whole block, or shares a block with its neighbours."""
 
     @cute.jit
     def quantized(
@@ -36,11 +36,11 @@ class WholeBlocks(Kernel):
 
         Args:
           held: words of elements, as they are in memory.
-          data: what `preprocessed.load` gives.
+          data: the result of `preprocessed.load`.
           o: number of the result.
           rule: see `QuantizerEntry.rule`.
           extra: see `extra`.
-          place: which of its block's elements these are.
+          place: the place of these elements in their block.
         """
         kind: cutlass.Constexpr = self.kind(o)
         dtype: cutlass.Constexpr = "float32" if kind.hadamard else self.dtype  # of what is scaled
@@ -88,7 +88,7 @@ class WholeBlocks(Kernel):
     def extra(given: dict) -> list:
         """The scalars of preprocessing, as bits: the prescale, flips of even and of odd blocks.
 
-        Those that the result does not have are 0.
+        Scalars that the result does not have are 0.
         """
         return [given.get(name, Int32(0)) for name in ("prescale", "flips", "flips_odd")]
 
@@ -120,7 +120,7 @@ class WholeBlocks(Kernel):
 
     @cute.jit
     def stored_as(self, block, cols, tiles):
-        """Which block of row-major values lies where this one's do: itself, or that in tiles."""
+        """The row-major number of the place of a block's values: its own, or the one by tiles."""
         number = block
         if tiles:
             # 32 bits: a GPU's memory does not hold the elements of more blocks.

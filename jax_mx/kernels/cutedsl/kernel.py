@@ -1,4 +1,4 @@
-"""What the kernels share: entries, where scales lie, rows that lie anywhere."""
+"""The common parts of kernels: entries, where scales lie, rows that lie anywhere."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ class Kernel(QuantizerEntry, launched.Kernel):
         self.kept = aligned and self.tuned("keep")  # what `load` and `store` call kept
 
     def tuned(self, what: str):
-        """What this arch's table says for the entry: of a kernel its tile, or another decision."""
+        """The value of this arch's table for the entry: a kernel's tile, or another decision."""
         variant = self.variant
         where = (self.arch, variant, self.layout, self.aligned)
         return tuning.choose(f"{variant.op}.{what}", *where)
@@ -128,9 +128,9 @@ _KEPT = "{ .reg .b64 kept; createpolicy.fractional.L2::evict_last.b64 kept, 1.0;
 def load(source, target, kept: bool, ahead: bool = False) -> None:
     """From global memory to registers, by vectors.
 
-    What is `kept` leaves the L2 cache last; what is not, but `ahead`, brings the 256 bytes around
-    it there, which others will want. Either is whole words, aligned as their vectors are; the rest
-    as a fragment's elements are.
+    Data that are `kept` leave the L2 cache last. Other data that are `ahead` bring the 256 bytes
+    around them there, which other threads will want. Both are whole words, aligned as their vectors
+    are; the rest is aligned as a fragment's elements are.
     """
     if not (kept or ahead):
         cute.autovec_copy(source, target)
@@ -230,7 +230,7 @@ def largest(a: Uint32) -> Uint32:
 # ---- scales ---
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """What a thread block of `Flat` covers: consecutive elements."""
+    """The consecutive elements that a thread block of `Flat` covers."""
 
     threads: int
     elements: int  # of one block, per thread and step

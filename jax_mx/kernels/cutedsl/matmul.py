@@ -1,4 +1,4 @@
-"""Products of floats x and codes W: which kernels a binary has."""
+"""Products of floats x and codes W: the kernels of a binary."""
 
 import dataclasses
 

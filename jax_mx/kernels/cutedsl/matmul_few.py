@@ -1,18 +1,18 @@
 """y = x @ dequantize(W)^T for few rows of x: W is read at the speed of memory, by every warp alone.
 
-`Few` computes y^T = W x^T by mma.sync, whose operands are registers: W its first, 64 rows of it a
-thread block, x its second, 8 or 16 rows, which have K columns or twice as many (see
-matmul_many.py). The warps of a thread block share K, and so do the thread blocks of a cluster where
-there are too few tiles for all. A warp has a ring of stages of its own, 64 bytes of each row, and
-asks for what it will want by cp.async, across tiles too: so it waits for no other warp but where
-sums meet. They do in shared memory: a warp's lie in the stage that it has read last and not yet
-asked for anew.
+`Few` computes y^T = W x^T by mma.sync, whose operands are registers. The first is W, 64 rows of it
+a thread block. The second is x, 8 or 16 rows, which have K columns or twice as many (see
+matmul_many.py). The warps of a thread block share K. With too few tiles for all, the thread blocks
+of a cluster share K too. A warp has a ring of stages of its own, 64 bytes of each row, and asks for
+later data by cp.async, across tiles too. So it waits for other warps only where sums meet. These
+meet in shared memory: a warp's sums lie in the stage that it has read last and not yet asked for
+anew.
 
 The order of K is that in which a lane's codes are the product's operand; x is read in the same
 order. `Few` takes a block of 32 at a time, adds it up by itself, from zero, and then to the sums,
-times its scale: so W's elements need no multiplication by it. `Nibbles`, of codes of four bits,
-whose elements need one anyway, multiplies by the scale, too, and so a lane may have 16 bytes, a
-block of its own.
+times its scale: so W's elements need no multiplication by it. `Nibbles` is for codes of four bits,
+whose elements need a multiplication anyway. It multiplies by the scale, too, and so a lane may have
+16 bytes, a block of its own.
 
 Waiting: a warp waits for its own copies (they end); all warps of a thread block, or of a cluster
 that shares tiles, meet twice a tile, and all of them take the same tiles.
@@ -315,7 +315,7 @@ class Few(ProductEntry):
         n0: Int32, slot: Int32, first: Int32, end: Int32, turns: Int32, steps: Int32, t: Int32,
         groups: Int32, width: Int32, blocks: Int32, across: Int32, lane: Int32,
     ):  # fmt: skip
-        """Asks for a stage of W and its scales; those of the one before go to shared memory.
+        """Asks for a stage of W and its scales; the scales of the stage before go to shared memory.
 
         A lane has the scales of rows `lane` and `lane` + 32, two in a word.
         """
@@ -359,7 +359,7 @@ class Few(ProductEntry):
 
     @cute.jit
     def put_scales(self, held, to: Int32, lane: Int32):
-        """What a lane has of a stage's scales into shared memory, as two bfloat16 a word."""
+        """Writes a lane's scales of a stage into shared memory, as two bfloat16 a word."""
         for r in range_constexpr(2):
             place = to + (lane + 32 * r) * (4 * self.halves)
             words = cute.make_ptr(
@@ -372,7 +372,7 @@ class Few(ProductEntry):
 
     @cute.jit
     def column_of(self, stage: Int32, steps: Int32):
-        """Which stage of K one is, and whether of x's second part."""
+        """The stage of K that a stage is, and whether it belongs to x's second part."""
         second = Int32(0)
         if stage >= steps:
             second = Int32(1)
@@ -393,7 +393,7 @@ class Few(ProductEntry):
                 to[i] = Uint32(low) | (Uint32(high) << Uint32(8))
 
     def key(self, g: Int32):
-        """What the 16-byte pieces of row g are permuted by, so that lanes read other banks."""
+        """The permutation of the 16-byte pieces of row g, so that lanes read other banks."""
         return g // 2 % 2 * 2
 
     @cute.jit
@@ -466,7 +466,7 @@ class Few(ProductEntry):
     # ---- where sums meet ---
     @cute.jit
     def meet(self, parts: Int32):
-        """All threads that share a tile: what they wrote is there."""
+        """A barrier of all threads that share a tile: their writes are there."""
         if parts > 1:
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -475,7 +475,7 @@ class Few(ProductEntry):
 
     @cute.jit
     def part(self, parts: Int32):
-        """All threads that share a tile: what they read is in registers, and used."""
+        """A barrier of all threads that share a tile: their reads are in registers, and used."""
         if parts > 1:
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
@@ -564,9 +564,9 @@ class Few(ProductEntry):
 class Nibbles(Few):
     """See above. A stage has four blocks of each row, of which each of four lanes has one.
 
-    A code with its bits in place is a bfloat16 times 2^-126, so what it is multiplied by is
-    2^(scale - 1), of the scale's byte. Where that is too large for a bfloat16, scales beyond 128,
-    the elements are multiplied once more; and by NaN, where the scale is 255.
+    A code with its bits in place is a bfloat16 times 2^-126, so its factor is 2^(scale - 1), for
+    the scale's byte. If this is too large for a bfloat16, as for scales beyond 128, the elements
+    are multiplied once more. A scale of 255 multiplies by NaN.
     """
 
     of_scales = 2
@@ -633,7 +633,7 @@ class Nibbles(Few):
     def add_products(
         self, acc, operands: cutlass.Constexpr, first: Int32, bytes_, twice: cutlass.Constexpr
     ):
-        """Those of codes from `first` on, whose elements are multiplied once or twice."""
+        """Adds products of codes from `first` on, whose elements are multiplied once or twice."""
         for m in range_constexpr(4):
             codes = cute.make_rmem_tensor((4, 2), Uint32)
             factors = []

@@ -1,10 +1,10 @@
 """y = dequantize(x) @ dequantize(W)^T on Hopper's FP8 tensor cores, for scales in windows.
 
-`Windows`: a stage of shared memory is 128 codes of 128 rows of x and of 256 rows of W, which both
-are wgmma's operands as they lie, and their scales as floats. Two warpgroups have 128 of W's rows
-each; for each 64 rows of x they add up a window's products in `part` on the tensor cores, and then
-part * scale of x * scale of W to `total`. Of a third warpgroup a warp asks for the copies, the
-three others bring the scales, which they read from the MX layout: the first byte of a window.
+`Windows`: a stage of shared memory has 128 codes of 128 rows of x and of 256 rows of W, and their
+scales as floats. The codes are wgmma's operands as they lie. Two warpgroups have 128 of W's rows
+each. For each 64 rows of x they add up a window's products in `part` on the tensor cores. Then they
+add part * scale of x * scale of W to `total`. One warp of a third warpgroup asks for the copies,
+the three others bring the scales, which they read from the MX layout: the first byte of a window.
 
 The order of events, for a stage (barriers full and empty, a phase bit each): the copying warp and
 the three that bring scales each wait for `empty` (at first it is free by the inverted phase); then
@@ -12,7 +12,7 @@ the three that bring scales each wait for `empty` (at first it is free by the in
 of their warps arrives at `empty` when its products of the stage are done and its scales read. All
 five roles walk the same tiles and stages, so each wait has its arrivals, and none waits for what it
 gives itself. Two thread blocks of a cluster may have tiles below each other, and share the copies
-of W as those of matmul_many.py share the copies of x.
+of W. In matmul_many.py they share the copies of x.
 """
 
 import dataclasses
@@ -372,7 +372,7 @@ class Windows(Pipeline):
         return Int64(0)
 
     def matrix(self, at):
-        """Which matrix W's rows are of."""
+        """The matrix that W's rows belong to."""
         return at[0]
 
     def before(self, at, t: Int32, width: Int32):
@@ -390,7 +390,7 @@ class Windows(Pipeline):
         self, y, rest, kept: Int32, t: Int32, width: Int32, result: Int32, bid: Int32, grid: Int32,
         tid: Int32,
     ):  # fmt: skip
-        """What is left of y: the rows that no group has."""
+        """Clears the rows of y that no group has."""
         _, _, row, _ = self.recalled(kept)
         self.clear(y, rest[-1], row, t, width, result, bid, grid, tid, 256)
 

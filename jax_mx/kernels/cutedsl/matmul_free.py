@@ -39,13 +39,13 @@ class Free(Warps):
     """For a W (G, K, N) whose blocks run along N: y = x @ dequantize(W).
 
     A row of W in a stage is 128 columns of one element of K. A lane's two rows of wgmma's first
-    operand are neighbouring columns 2g and 2g + 1 of W, so of each element of K it reads both at
-    once, and makes words of what it has of two elements. Factors lie along K there, as it wants
-    them: three warps, which take turns, bring a stage's scales as bfloat16, pairs of K by pairs,
-    and arrive at `full` once for each stage. They wait for `empty` alone, as the copies do. A warp
-    sees one phase of `empty` in three, and could take the last but one for the last; but when it
-    comes to stage i, stage i - 3 - `stages` has been given back, which it waited for, so what lay
-    there two stages before i, in the same place, has, too: there are three stages at least.
+    operand are neighbouring columns 2g and 2g + 1 of W. So it reads both at once for each element
+    of K, and makes words from two elements. Factors lie along K, as a lane wants them. Three warps,
+    which take turns, bring a stage's scales as bfloat16, pairs of K by pairs, and arrive at `full`
+    once for each stage. They wait for `empty` alone, as the copies do. A warp sees one phase of
+    `empty` in three, and could take the last but one for the last. This cannot happen. When it
+    comes to stage i, it has waited for stage i - 3 - `stages` to be given back. So the data two
+    stages before i, in the same place, are given back too: there are three stages at least.
     """
 
     unit = UNIT
@@ -108,7 +108,7 @@ class Free(Warps):
     ):  # fmt: skip
         """A tile's scales, of every third stage: a lane has a column of blocks, pairs of K.
 
-        Of elements beyond K, whose codes are zeros, any finite one.
+        Elements beyond K, whose codes are zeros, get any finite scale.
         """
         pairs: cutlass.Constexpr = 4 * self.per  # of K, of a lane in a stage
         first = 2 * (lane // 4)

@@ -2,7 +2,7 @@
 
 `Warps` computes y^T = W x^T: W is wgmma's first operand, from registers, and x its second, from
 shared memory, where TMA puts both. Two warpgroups have 64 rows of W each; a warp of a third asks
-for the copies. What is beyond an array TMA fills with zeros, so any size of x, W and K will do.
+for the copies. TMA writes zeros for places beyond an array, so any size of x, W and K will do.
 
 x may have several times K columns: x = [a | b] gives (a + b) @ W^T, for an x of more bits than
 bfloat16 has, cut into such parts.
@@ -63,9 +63,9 @@ class CodeStages:
       stages: of shared memory.
       resident: thread blocks of a multiprocessor.
       split: thread blocks that share K, where there are none and tiles do not suffice.
-      again: whether a stage is waited for again when it is converted, which takes no time: over
-        that loop the compiler moves nothing, and else it converts when the products of the stage
-        before are done, not while they are under way.
+      again: whether a thread waits for a stage again when it converts the stage, which takes no
+        time. The compiler moves nothing over that loop. Without it, it converts when the products
+        of the stage before are done, not while they are under way.
       strip: how many tiles beside each other, or pairs of those that share copies, are taken before
         those below; 0: all.
       share: whether two thread blocks of a cluster, with tiles beside each other, share the copies
@@ -86,9 +86,10 @@ class CodeStages:
 class Warps(Pipeline):
     """See above.
 
-    Of four kinds: "one" for products without groups, whose K several thread blocks may share;
-    "shared" for a W of whole pairs of tiles, where two thread blocks share the copies of x;
-    "groups" for all whose scales of a stage can be read as a word; "any" reads them byte by byte.
+    There are four kinds. "one" is for products without groups, whose K several thread blocks may
+    share. "shared" is for a W of whole pairs of tiles, where two thread blocks share the copies of
+    x. "groups" is for all other products whose scales of a stage can be read as a word; "any" reads
+    them byte by byte.
     """
 
     columns = 128
@@ -365,7 +366,7 @@ class Warps(Pipeline):
         self, index: Int32, at, s, groups: Int32, across: Int32, first: Int32, apart: Int32,
         width: Int32, blocks: Int32, column: Int32, ahead,
     ):  # fmt: skip
-        """Where a tile is and its rows' scales begin; asks for those of its stage `column`.
+        """The place of a tile and of its rows' scales; asks for the scales of its stage `column`.
 
         Behind the last tile nothing is read, and no length that `place` divides by may be 0.
         """
@@ -387,10 +388,10 @@ class Warps(Pipeline):
         return cute.local_tile(cute.domain_offset((n0, 0), matrix), self.box, (0, None))
 
     def lanes(self, base, warp: Int32, lane: Int32):
-        """Which two rows of W's tile a lane has, and where their codes are.
+        """The two rows of W's tile that a lane has, and the places of their codes.
 
-        Rows g and g + 8 of a warp's product are rows 2g and 2g + 1 of W, the other way round for
-        g >= 4: so no two lanes read the same bank, and a lane has neighbours of y.
+        Rows g and g + 8 of a warp's product are rows 2g and 2g + 1 of W, swapped for g >= 4. So no
+        two lanes read the same bank, and a lane has neighbours of y.
         """
         g, q = lane // 4, lane % 4
         flip = g // 4
@@ -408,9 +409,9 @@ class Warps(Pipeline):
 
     @cute.jit
     def scales(self, s, rows, column: Int32, blocks: Int32, out):
-        """The bytes of a stage's blocks, of both rows, as they come: who looks at them waits.
+        """The scales of a stage's blocks, of both rows, as they come: their reader waits.
 
-        Of blocks beyond K, those of the last one.
+        Blocks beyond K have the scale of the last one.
         """
         for r in range_constexpr(2):
             if const_expr(self.vectors):
@@ -435,7 +436,7 @@ class Warps(Pipeline):
     ):  # fmt: skip
         """Converts a stage while the products of the one before are under way; asks for its own.
 
-        By 64 columns: more would need registers that there are not.
+        It converts 64 columns at a time: there are too few registers for more.
         """
         cute.arch.mbarrier_wait(full + slot, phase)
         for box in range_constexpr(self.per):

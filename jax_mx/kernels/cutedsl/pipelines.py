@@ -1,8 +1,8 @@
 """Stages of shared memory, which Hopper's kernels of products fill by TMA and empty by wgmma.
 
-A stage has two barriers: `full`, which its copies complete, and `empty`, at which each warp of the
-two consumer warpgroups arrives that has taken what it wants of it. How a kernel's roles wait for
-each other, and why each wait has its arrivals, says its own module.
+A stage has two barriers. Its copies complete `full`. Each warp of the two consumer warpgroups
+arrives at `empty` when it no longer needs the stage. A kernel's module says how its roles wait for
+each other, and why each wait has its arrivals.
 
 Thread blocks of a cluster may share copies: each asks for a part, for all. So `full` counts the
 bytes of all their copies, and warps arrive at the `empty` of each.
@@ -60,7 +60,7 @@ class Pipeline(ProductEntry):
         self.meet_all()
 
     def prepare(self, base, barriers) -> None:
-        """Initializes what else is in shared memory: barriers behind those of stages."""
+        """Initializes further shared memory: the barriers behind the stages' barriers."""
 
     @cute.jit
     def next(self, slot: Int32, phase: Int32):
@@ -133,7 +133,7 @@ class Pipeline(ProductEntry):
         )  # fmt: skip
 
     def part(self, parts: int):
-        """Which part of an operand this thread block copies, for all that share it."""
+        """The part of an operand that this thread block copies, for all that share it."""
         return cute.arch.block_idx_in_cluster() if parts > 1 else 0
 
     def copy(self, atom, source, target, barrier, parts: int) -> None:

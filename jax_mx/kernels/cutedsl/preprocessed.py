@@ -1,7 +1,7 @@
 """Hadamard transforms and stochastic rounding in registers, see `reference.hadamard` and `noise`.
 
-Arithmetic is float32 throughout, of which a thread holds `elements` consecutive ones of a block;
-what they are a butterfly away from, and is not there, a neighbouring lane holds.
+Arithmetic is float32 throughout, and a thread holds `elements` consecutive elements of a block. A
+neighbouring lane holds their partners in a butterfly that the thread lacks.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax_mx.kernels.cutedsl import convert
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Which elements of a block a thread holds: the `index`-th `elements` of its `sharers`'.
+    """The elements of a block that a thread holds: the `index`-th `elements` among `sharers`.
 
     `odd`: 1 in the second block of a transform that spans two, whose threads are neighbours too.
     """
@@ -72,14 +72,14 @@ def is_exact(kind: Kind, dtype: str) -> bool:
 
 
 def factor(kind: Kind, dtype: str, prescale: Int32) -> Float32:
-    """What is left to multiply elements by, at the same time as by their block's factor."""
+    """The remaining factor of elements, which is multiplied together with their block's."""
     if not is_exact(kind, dtype):
         return Float32(1.0)
     return Float32(kind.hadamard**-0.5) if kind.hadamard else _or_one(prescale)
 
 
 def finished(kind: Kind, dtype: str, value: Float32, prescale: Int32) -> Float32:
-    """What an element is after all multiplications, each of which makes zeros of subnormals."""
+    """An element after all multiplications, each of which turns subnormals into zeros."""
     if not is_exact(kind, dtype):
         return value
     if kind.hadamard:
@@ -121,7 +121,7 @@ def _widened_halves(word: Uint32) -> list:
 def flipped(words, loaded, known, flips, place: cutlass.Constexpr, size: cutlass.Constexpr):
     """Words of elements with signs flipped, by words that all blocks share or one of this block.
 
-    What all share, of even and of odd blocks, the scalar unit prepares, beside the others.
+    The scalar unit prepares words that all blocks share, for even and for odd blocks.
     """
     rW = cute.make_rmem_tensor(len(words), Uint32)
     if known:
@@ -226,7 +226,7 @@ def _half_mixed(x: Uint32) -> Uint32:
 
 
 def _step(j: int, place: Place) -> Uint32:
-    """What a seed is combined with for the j-th word of a thread's noise, mixed by one step."""
+    """The word that is combined with a seed for the j-th word of a thread's noise."""
     found = None
     for index in reversed(range(place.sharers)):
         step = Uint32(noise.step(index * place.elements // 2 + j))
@@ -245,8 +245,8 @@ def _noise(word: Uint32) -> list:
 def _code(value: Float32, noise: Uint32) -> Uint32:
     """The e2m1 code in the upper four bits, rounded by noise in bits 12 to 27; of NaN the largest.
 
-    Above 1 the bits of a float32 count codes, by 2^22 each; below, those of 2 x + 2 do. The larger
-    of both, 64 times, plus the noise, has the code above bit 28.
+    Above 1 the bits of a float32 count codes, by 2^22 each; below 1 the bits of 2 x + 2 do. The
+    larger of both, 64 times, plus the noise, has the code above bit 28.
     """
     code = (
         "{ .reg .f32 a, s; .reg .b32 g, h, v; abs.f32 a, {$r0}; min.f32 a, a, 0f40C00000; "

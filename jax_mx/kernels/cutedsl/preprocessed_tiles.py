@@ -1,7 +1,8 @@
 """Forms with the second-to-last axis, with elements that are preprocessed: `PreprocessedTiled`.
 
-A tile of x passes through shared memory, from which threads take blocks of either direction and do
-with them what `Flat` does: what a transform combines is in one thread's registers, or two threads'.
+A tile of x passes through shared memory. Threads take blocks of either direction from it and treat
+them as `Flat` does: one thread's registers, or two threads', have the elements that a transform
+combines.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ CODES = BLOCK // 2  # bytes of a block's codes
 
 
 class Given(NamedTuple):
-    """What one result's blocks are quantized by, beside their elements."""
+    """The data for the blocks of one result, besides their elements."""
 
     data: Sequence  # pointers to a uint32 for each block
     rule: list  # see `QuantizerEntry.rule`

@@ -1,10 +1,10 @@
-"""What the kernels of products share: entries, the walk over groups, how y is stored.
+"""The common parts of products' kernels: entries, the walk over groups, how y is stored.
 
 y (T, N) = x (T, K) @ W (G, N, K)^T. Each group has rows of x, one after the other, and its own
 matrix. A tile is `rows` rows of x of one group times `columns` rows of its matrix. The grid is as
-large as the chip; each thread block, or each cluster that shares copies, takes every so many tiles,
-those of one piece of x one after the other, so that x is read from L2: of a wide y by strips, so
-that W is, too.
+large as the chip. Each thread block, or each cluster that shares copies, takes tiles at equal
+distances. Tiles of one piece of x follow each other, so that x is read from L2. A wide y is walked
+by strips, so that W is read from L2, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ def load_shared(address: Uint32, bits: int) -> Uint32:
 def load_columns(address: Uint32) -> list:
     """Four 8 x 8 matrices of 16 bits, transposed, as wgmma's first operand wants them.
 
-    A lane's word of each has rows 2q and 2q + 1 of column g, for g = lane / 4 and q = lane % 4;
-    its address is that of row `lane` of the 32, of 16 bytes.
+    For g = lane / 4 and q = lane % 4, a lane's word of each has rows 2q and 2q + 1 of column g.
+    `address` points to row `lane` of the 32, which has 16 bytes.
     """
     code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
     return list(convert.ptx(code, [Uint32] * 4, Uint32(address)))
@@ -95,7 +95,7 @@ def element(pointer, offset, dtype):
 
 
 class ProductEntry:
-    """An entry of a product's binary: its arrays, its launch rule, and what tiles it takes.
+    """An entry of a product's binary: its arrays, its launch rule, and the tiles that it takes.
 
     Attributes:
       signature: its arrays, in the order of its pointers.
@@ -108,12 +108,13 @@ class ProductEntry:
       elements_per_thread: of y, for the build's report.
       rows: of x, in a tile.
       columns: of y, in a tile.
-      below, beside: tiles that lie so, and that the thread blocks of a cluster take together.
-      strip: how many tiles beside each other, `beside` at a time, are taken before those below; 0:
-        all.
-      dtypes: of y, that there are entries for.
+      below, beside: the numbers of tiles, below and next to each other, that the thread blocks of a
+        cluster take together.
+      strip: the number of tiles next to each other, `beside` at a time, that are taken before the
+        tiles below; 0: all.
+      dtypes: the dtypes of y that have entries.
       scratch: results that are cleared before.
-      batches: in which what is added to y is read, see `finish_all`.
+      batches: in which the operands that are added to y are read, see `finish_all`.
     """
 
     dtypes: tuple[str, ...] = RESULTS
@@ -138,7 +139,7 @@ class ProductEntry:
         self.signature = signature_of(product.op)
 
     def tuned(self, what: str) -> dict:
-        """What this arch's table says for the entry."""
+        """The value of this arch's table for the entry."""
         return tuning.choose(f"{self.product.op}.{what}", self.arch, self.product)
 
     @property
@@ -148,7 +149,7 @@ class ProductEntry:
 
     # ---- the launch rule ---
     def align_of(self, array: Array, itemsize: int) -> int:
-        """What the address of an array is a multiple of, in bytes; `itemsize` is y's."""
+        """The number of bytes that divides an array's address; `itemsize` is y's."""
         if array.name == "y":
             return itemsize
         return {Role.FLOATS: 2, Role.REPLICATED: 4}.get(array.role, 1)
@@ -294,7 +295,7 @@ class ProductEntry:
         cute.arch.sync_warp()
 
     def recalled(self, address: Int32) -> tuple:
-        """What was kept."""
+        """The four words that were kept."""
         return tuple(four_kept(address))
 
     def pieces(self, size: Int32):
@@ -312,7 +313,7 @@ class ProductEntry:
 
     @cute.jit
     def in_strips(self, local: Int32, down: Int32, across: Int32):
-        """Which tile is next, of so many below and beside each other: strip by strip."""
+        """The next tile, strip by strip, of `down` tiles below and `across` next to each other."""
         strip, wide = Int32(0), across
         if const_expr(self.strip > 0):
             strip = local // (down * self.strip)
@@ -333,7 +334,7 @@ class ProductEntry:
 
     @cute.jit
     def rank(self, bid: Int32, parts: Int32):
-        """Which of the thread blocks that share tiles one is."""
+        """The number of a thread block among the ones that share tiles."""
         found = Int32(0)
         if parts > 1:
             found = bid % self.split
@@ -362,13 +363,14 @@ class ProductEntry:
         self, epilogue: cutlass.Constexpr, sums, rows: cutlass.Constexpr,
         columns: cutlass.Constexpr, e: Int32, end: Int32, width: Int32, first: Int64,
     ):  # fmt: skip
-        """The same of all that a thread has, where it lies.
+        """Finishes all sums of a thread in place.
 
         Args:
-          epilogue: the pointers by their names, those that the op has.
-          sums: what has a float for each pair of a row and a column.
-          rows: (row of y, what the sum's index has of it) each; from `end` on none is read.
-          columns: (column of y, likewise) each; the index is the sum of both.
+          epilogue: the pointers that the op has, by their names.
+          sums: a tensor with a float for each pair of a row and a column.
+          rows: pairs (row of y, its part of the sum's index); from `end` on none is read.
+          columns: pairs (column of y, its part of the sum's index); the index is the sum of both
+            parts.
           e: the group.
           end: of its rows.
           width: of y.
@@ -574,11 +576,11 @@ class Plain(ProductEntry):
 def launches(
     entries: Sequence[ProductEntry], usage: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What the manifest says of a binary's launches: per dtype of y, the same entries.
+    """A binary's launches for the manifest: each dtype of y has the same entries.
 
     Args:
       entries: the fastest first.
-      usage: per symbol what the compiler says, see `kernels.entry.launches`.
+      usage: the compiler's figures for each symbol, see `kernels.entry.launches`.
 
     Raises:
       RuntimeError: an entry was compiled for other threads, or has other maps than the first.

@@ -1,9 +1,9 @@
 """Forms with the second-to-last axis: `Tiled`.
 
-A thread block is a few warps below and beside each other (`Tiling`), a warp holds 32 x 64 elements
-of each part of a row, a lane a patch of both rows and columns, so that blocks along either axis are
-a few shuffles away.
-Scales are staged in shared memory and written as they lie in memory, with the padding of tiles.
+A thread block is a few warps below and next to each other (`Tiling`). A warp holds 32 x 64 elements
+of each part of a row. A lane holds a patch of both rows and columns, so that blocks along either
+axis are a few shuffles away. Scales are staged in shared memory and written as they lie in memory,
+with the padding of tiles.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, rang
 from jax_mx.facts.directions import BOTH_TRANSPOSED, Blocks
 from jax_mx.facts.formats import BLOCK
 from jax_mx.facts.variants import takes_zero_scale
-from jax_mx.facts.windows import ROW, blocks_of
+from jax_mx.facts.windows import ROW, SQUARE, blocks_of
 from jax_mx.kernels import geometry
 from jax_mx.kernels.cutedsl import activations, convert
 from jax_mx.kernels.cutedsl.kernel import (
@@ -46,14 +46,15 @@ CHUNKS = 8  # of 16 bytes, that a row of shared memory's banks holds
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What a thread block of `Tiled` covers, in warps of 32 x 64, and how thread blocks follow.
+    """The part of a thread block of `Tiled`, in warps of 32 x 64, and the order of thread blocks.
 
     Attributes:
-      down: how many warps it has below each other.
-      across: how many beside each other.
-      band: how many thread blocks, or clusters, follow each other down before the next ones across.
-      below: how many thread blocks below each other are a cluster, and find amaxes of windows down
-        columns together.
+      down: the number of its warps below each other.
+      across: the number of its warps next to each other.
+      band: the number of thread blocks, or clusters, that follow each other down before the next
+        ones across.
+      below: the number of thread blocks below each other in a cluster, which find amaxes of windows
+        down columns together.
     """
 
     down: int = 4
@@ -91,7 +92,7 @@ class Lines:
     pieces: int
 
     def key(self, line):
-        """What a line's chunk numbers are permuted by, with an exclusive or."""
+        """The number that permutes a line's chunk numbers, by an exclusive or."""
         return line // self.group * self.pieces % min(CHUNKS, self.size // 16)
 
 
@@ -105,13 +106,14 @@ class Lane(NamedTuple):
 
 
 class Beyond(NamedTuple):
-    """What a block's amax follows from beside its elements, where its window is more than it.
+    """The data for a block's amax besides its elements, where the window is larger.
 
     Attributes:
-      amaxes: the pointer to one for each block, or for each row or column once, of "row"; or None.
-      count: how many amaxes a row or column has.
+      amaxes: the pointer to one amax for each block, or with "row" one for each row or column; or
+        None.
+      count: the number of amaxes that a row or column has.
       at: the thread block's tile.
-      shared: words of shared memory, one for each block of the tile, of other windows; or None.
+      shared: words of shared memory for other windows, one for each block of the tile; or None.
     """
 
     amaxes: object
@@ -125,9 +127,9 @@ class Tiled(Kernel):
 
     A lane has a patch of each part of a row; the parts of a tile lie beside each other.
 
-    The arithmetic that decides: a lane holds the largest magnitudes of its patch per row and per
-    column, `exchange` leaves each lane with two whole blocks' of either kind, so that a scale is
-    computed once, and `gather` brings the lanes of a block its factor.
+    A lane holds the largest magnitudes of its patch per row and per column. `exchange` leaves each
+    lane with the amaxes of two whole blocks of either direction, so that a scale is computed once.
+    `gather` brings the lanes of a block its factor.
     """
 
     def __init__(self, *entry, tile: Tiling | None = None):
@@ -175,7 +177,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def quantize_tile(self, pointers, scalars):
-        """What a thread block does."""
+        """The work of a thread block."""
         blocks_m, k = self.lengths(scalars)
         tid, _, _ = cute.arch.thread_idx()
         at = self.place(blocks_m, k)
@@ -454,7 +456,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def picked_codes(self, arrays, count, at: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """What `picked` loads, of codes, times their scales: the floats that `dequantize` gives.
+        """The codes that `picked` loads, times their scales: the floats that `dequantize` gives.
 
         A row has whole blocks, so a lane's codes have one scale, and none is beyond the row.
         """
@@ -521,7 +523,7 @@ class Tiled(Kernel):
 
     @cute.jit
     def gradients(self, x, weights, dy, at: cutlass.Constexpr, lane: cutlass.Constexpr):
-        """A patch of the gradients of gates, and one of those of the ups that belong to them."""
+        """A patch of the gradients of gates, and a patch of the gradients of their ups."""
         _, tile_m, tile_k, blocks_m, k = at
         dtype: cutlass.Constexpr = convert.INPUT[self.dtype]
         patches = [cute.make_rmem_tensor((self.vector, self.rows), dtype) for _ in range(2)]
@@ -652,7 +654,7 @@ class Tiled(Kernel):
           words: this lane's own magnitudes, two blocks a word (float32: one).
           sharers: how many lanes hold parts of these blocks.
           stride: how many lanes apart they are.
-          index: which of them this one is; it gets blocks 2 * index and 2 * index + 1.
+          index: the number of this lane among them; it gets blocks 2 * index and 2 * index + 1.
         """
         while sharers > 1:
             sharers //= 2
@@ -675,10 +677,9 @@ class Tiled(Kernel):
         return [cute.arch.shuffle_sync(pair, offset=lane + i * stride) for i in range(sharers)]
 
     def shared(self, both: list, result: Output, sharers: int, stride: int, index) -> list:
-        """What `gather` brings of two blocks' pairs of a scale and an inverse.
+        """The results of `gather` for two blocks' pairs of a scale and an inverse.
 
-        That is the factors that elements are multiplied by; behind them, where floats come out,
-        those that codes are.
+        They are the factors of elements; if the kernel gives floats, the factors of codes follow.
         """
         found = self.gather([inverse for _, inverse in both], sharers, stride, index)
         if not result.dequantized:
@@ -695,7 +696,7 @@ class Tiled(Kernel):
 
     # ---- windows ---
     def beyond(self, arrays, scalars, o: int, at: Tile) -> Beyond:
-        """What the o-th result's amaxes follow from beside its blocks."""
+        """The data for the amaxes of the o-th result besides its blocks."""
         result, amaxes, count, shared = self.results[o], None, None, None
         if self.variant.window == ROW:
             (amaxes,) = self.block_data(arrays, o)
@@ -710,7 +711,7 @@ class Tiled(Kernel):
         return Beyond(amaxes, count, at, shared)
 
     def amaxes_of(self, beyond: Beyond, result: Output):
-        """A tensor of the tile's amaxes: which of a pair of lines, the pair, the block in a line.
+        """A tensor of the tile's amaxes, by the line in a pair, the pair, the block in a line.
 
         Lines are rows of x, or columns. A part of the tile has whole windows of a line, or the
         tiles of a cluster have one together.
@@ -740,9 +741,9 @@ class Tiled(Kernel):
 
         Args:
           amaxes: of the blocks, which lie side by side: in two rows, or in two columns.
-          number: which blocks they are of their lines, in the tile.
+          number: the numbers of the blocks in their lines, in the tile.
           line: the first one's row, or column, in the tile.
-          beyond: what amaxes follow from.
+          beyond: the data for amaxes.
           result: of which they are.
         """
         rA = cute.make_rmem_tensor(2, Uint32)
@@ -817,11 +818,11 @@ class Tiled(Kernel):
         """The amaxes that two blocks' rows or columns have in memory; 0 beyond them.
 
         Args:
-          row: of the first one in the array's blocks, counted in rows or blocks of rows.
-          col: likewise.
-          apart: how much further on the second one is: (rows, columns).
-          beyond: what amaxes follow from.
-          size: how many of them a slab has, as rows and columns.
+          row: of the first block in the array's blocks, counted in rows or blocks of rows.
+          col: of the first block, counted in columns or blocks of columns.
+          apart: the distance of the second block: (rows, columns).
+          beyond: the data for amaxes.
+          size: the numbers of rows and columns of amaxes in a slab.
         """
         found = []
         for e in range_constexpr(2):
@@ -858,6 +859,9 @@ class Tiled(Kernel):
             col = (at.col * self.tile.cols + lane.col) // BLOCK
             size: cutlass.Constexpr = Extents(at.rows * BLOCK, at.cols // BLOCK)
             amaxes = self.given(row, col, (1, 0), beyond, size)
+        elif const_expr(self.variant.window == SQUARE):
+            index = lane.across % self.row_sharers
+            amaxes = [self.amax_of_square(rX)] * 2
         else:
             words = [
                 self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
@@ -893,6 +897,8 @@ class Tiled(Kernel):
             row = at.row * self.tile.down + lane.row // BLOCK
             col = at.col * self.tile.cols + lane.col + 2 * lane.down
             amaxes = self.given(row, col, (0, 1), beyond, Extents(at.rows, at.cols))
+        elif const_expr(self.variant.window == SQUARE):
+            amaxes = [self.amax_of_square(rX)] * 2
         elif const_expr(not self.is_found_together(result)):
             amaxes = self.amaxes_of_columns(rX, lane)
         if const_expr(beyond.shared is not None):
@@ -911,7 +917,7 @@ class Tiled(Kernel):
         return self.shared(both, result, self.column_sharers, self.lanes, lane.down)
 
     def amaxes_of_columns(self, rX, lane: Lane) -> list:
-        """Those of the blocks of two columns."""
+        """The amaxes of the blocks of two columns."""
         by_row = [
             [w for j in range(self.vector // 2) for w in self.pair(rX, j, i)]
             for i in range(self.rows)
@@ -925,15 +931,7 @@ class Tiled(Kernel):
         beyond: cutlass.Constexpr,
     ):  # fmt: skip
         """Square blocks: two a warp. One pair for all."""
-        rW = cute.recast_tensor(rX, Uint32)
-        word = self.largest([rW[i] for i in range(cute.size(rW))])
-        offsets: cutlass.Constexpr = [1 << i for i in range(self.row_sharers.bit_length() - 1)] + [
-            self.lanes << i for i in range(self.column_sharers.bit_length() - 1)
-        ]
-        for offset in offsets:
-            other = cute.arch.shuffle_sync_bfly(word, offset=offset)
-            word = convert.larger_magnitude(word, other, self.dtype, self.arch)
-        amax = convert.largest_magnitude_bits(word, self.dtype)
+        amax = self.amax_of_square(rX)
         if const_expr(beyond.shared is not None):
             amax = self.windowed_square(amax, lane.row, lane.col, beyond)
         scale, inverse = self.scale_of(amax, result.format, rounding)
@@ -941,6 +939,18 @@ class Tiled(Kernel):
         if (row % BLOCK == 0) & (col % BLOCK == 0):
             self.put(sS, result, row // BLOCK, col // BLOCK, scale)
         return [convert.pair(inverse, inverse)]
+
+    def amax_of_square(self, rX):
+        """The amax of a lane's square block, which all lanes of it have."""
+        rW = cute.recast_tensor(rX, Uint32)
+        word = self.largest([rW[i] for i in range(cute.size(rW))])
+        offsets = [1 << i for i in range(self.row_sharers.bit_length() - 1)] + [
+            self.lanes << i for i in range(self.column_sharers.bit_length() - 1)
+        ]
+        for offset in offsets:
+            other = cute.arch.shuffle_sync_bfly(word, offset=offset)
+            word = convert.larger_magnitude(word, other, self.dtype, self.arch)
+        return convert.largest_magnitude_bits(word, self.dtype)
 
     def factors(self, inverses: list, result: Output, w: int, i: int):
         """The pair of factors of columns 2 * w and 2 * w + 1 in row i."""
@@ -990,7 +1000,7 @@ class Tiled(Kernel):
         self, rX, given, result: cutlass.Constexpr, floats, at: cutlass.Constexpr,
         lane: cutlass.Constexpr,
     ):  # fmt: skip
-        """Stores what codes stand for, in the order of x; `given`: what `shared` gives."""
+        """Stores dequantized codes in the order of x; `given` is a result of `shared`."""
         batch, _, _, blocks_m, k = at
         m = blocks_m * BLOCK
         first, left, begin = self.corner(at, lane)
@@ -1171,7 +1181,7 @@ class Tiled(Kernel):
         whole = cutlass.Boolean(True)
         if const_expr(not self.aligned):
             whole = whole & (scales.toint() % unit == 0)
-        if const_expr(self.layout.is_tiled):
+        if const_expr(self.layout.is_tiled and (self.parts == 1 or self.is_turned(result))):
             self.store_pieces(sS, scales, result, to, thread, unit, whole)
         elif whole & (to.cols % unit == 0):
             self.store_pieces(sS, scales, result, to, thread, unit, True)
@@ -1199,9 +1209,9 @@ class Tiled(Kernel):
             index = step * self.tile.threads + thread
             row, col = tile_r * in_row + index // each, tile_c * in_col + index % each * unit
             if const_expr(self.layout.is_tiled):
-                offset, inside = offset_in_tiles(
-                    self.layout, Place(batch, row, col), Extents(rows, cols)
-                )
+                at = Place(batch, row, col)
+                at, size = self.in_tiles(result, to, sS, at, (index, each, unit))
+                offset, inside = offset_in_tiles(self.layout, at, size)
             else:
                 offset = (Int64(batch) * rows + row) * cols + col
                 inside = (row < rows) & (col < cols)
@@ -1217,7 +1227,7 @@ class Tiled(Kernel):
             if (index < total) & inside:
                 piece = cute.make_tensor(sS.iterator + index * unit, cute.make_layout(unit))
                 if const_expr(self.layout.is_tiled and self.pads_with_scales(result)):
-                    self.clear_padding(piece, row, col, rows, cols)
+                    self.clear_padding(piece, at.row, at.col, *size)
                 if whole:
                     rS = cute.make_rmem_tensor(unit, Uint8)
                     cute.autovec_copy(piece, rS)
@@ -1228,10 +1238,40 @@ class Tiled(Kernel):
                     for c in range_constexpr(unit):
                         mS[c] = piece[c]
 
-    def pads_with_scales(self, result: Output) -> bool:
-        """Whether blocks beyond the array have scales: those of zeros, or of a window's rest.
+    def in_tiles(
+        self, result: Output, to: Tile, sS, at: Place, piece: tuple
+    ) -> tuple[Place, Extents]:
+        """Where a piece of a tile of scales lies in the matrix of all parts, and its size.
 
-        Also where a vector that ends beyond it is multiplied by what may be NaN.
+        Args:
+          result: whose scales they are.
+          to: the tile.
+          sS: its scales.
+          at: where the piece lies in the matrix of one part.
+          piece: its number in the tile, how many pieces a row has, how many scales a piece.
+        """
+        size, parts, pads = Extents(to.rows, to.cols), self.parts, self.layout.pad
+        if parts == 1:
+            return at, size
+        (in_col, in_row), (index, each, unit) = sS.shape, piece
+        if self.is_turned(result):
+            row = self.among_parts(to.row, index // each, in_row, to.rows, pads[0])
+            return at._replace(row=row), size._replace(rows=to.rows * parts)
+        col = self.among_parts(to.col, index % each * unit, in_col, to.cols, pads[1])
+        return at._replace(col=col), size._replace(cols=to.cols * parts)
+
+    def among_parts(self, tile, place, size: int, length, pad: int):
+        """Where a row, or column, lies among all parts; one beyond its own part is padding."""
+        within, at = self.among(tile, place, size, length)
+        part = place // (size // self.parts)
+        padding = geometry.padding_of_parts(within, part, self.parts, length, pad)
+        return Int32(select(within < length, at, padding))
+
+    def pads_with_scales(self, result: Output) -> bool:
+        """Whether blocks beyond the array have scales, for zeros or for a window's rest.
+
+        This is also true where a vector that ends beyond it is multiplied by weights that may be
+        NaN.
         """
         partial = not self.aligned and not self.counts_blocks
         multiplied = any(array.name == "weights" for array in self.signature.operands)

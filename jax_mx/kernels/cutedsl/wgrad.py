@@ -1,23 +1,23 @@
 """y (G, K, N) = for each group of rows x (T, K)^T @ dy (T, N), of 16-bit floats, on Hopper.
 
 The gradient of a layer's weights: rows are tokens, which belong to groups. Both operands lie with
-their rows, what is contracted, apart: wgmma reads them transposed from shared memory, where TMA
+their rows, which are contracted, apart: wgmma reads them transposed from shared memory, where TMA
 puts boxes of 64 x 64. Two warpgroups have half of a tile's columns of x each, and all of dy's; a
-warp of a third asks for the copies. What is beyond an array TMA fills with zeros.
+warp of a third asks for the copies. TMA writes zeros for places beyond an array.
 
-A group begins at any row, and a stage is 64 rows, so a group's last stage may have rows of its
-neighbour, whose NaN no sum may meet: of this stage only as many products of 16 rows are made as the
-group has, and of the last 16 rows those that it has not become zeros in shared memory.
+A group begins at any row, and a stage is 64 rows. So a group's last stage may have rows of its
+neighbour, whose NaN no sum may meet. The kernel then multiplies only as many times 16 rows of the
+stage as the group needs. Among the last 16 rows, the neighbour's become zeros in shared memory.
 
 Two thread blocks of a cluster have tiles below each other, and the same columns of dy: each asks
 for half of them, for both.
 
 The order of events, for a stage (barriers full and empty, a phase bit each): the producer waits for
-`empty` (at first it is free by the inverted phase), arms `full` with the bytes of its copies, and
-asks for them. Both consumers wait for `full`, which TMA completes; each of their warps arrives at
-`empty` when its products of the stage are done: as soon as the next stage's are under way, or
+`empty`, which at first is free by the inverted phase. It arms `full` with the bytes of its copies,
+and asks for them. Both consumers wait for `full`, which TMA completes; each of their warps arrives
+at `empty` when its products of the stage are done: as soon as the next stage's are under way, or
 behind the last one. In a cluster they arrive at both blocks' `empty`, as either block's producer
-writes into both, and both blocks meet before the first copy and before they end. All roles, of both
+writes into both. Both blocks meet before the first copy and before they end. All roles, of both
 blocks, walk the same tiles and stages, so each wait has its arrivals, and none waits for what it
 gives itself. A consumer's warps meet where rows become zeros: once a tile, or not at all, by the
 group's size, which all know.
@@ -46,9 +46,9 @@ class Tile:
 
     Attributes:
       rows: of y in a tile: 128 or 256.
-      columns: likewise; both together 384 at most.
+      columns: of y in a tile; both together 384 at most.
       stages: of shared memory.
-      strip: how many tiles beside each other are taken before those below; 0: all.
+      strip: the number of tiles next to each other that are taken before the tiles below; 0: all.
       cluster: thread blocks that share dy's copies: 1 or 2.
     """
 
@@ -60,7 +60,7 @@ class Tile:
 
 
 class Floats(ProductEntry):
-    """What both entries have: groups are those that y has, without sizes all have as many rows."""
+    """The base of both entries: y has the groups; without sizes all have equally many rows."""
 
     def __init__(self, product: ProductKernel, arch: str):
         ProductEntry.__init__(self, product, arch)
@@ -278,7 +278,7 @@ class Transposed(Floats, Contracted):
     def clear_rows(self, base, slot: Int32, left: Int32, mine: Int32, thread: Int32):
         """Zeros in place of the rows from `left` on, as far as products of 16 rows read them.
 
-        Of x a warpgroup writes its own columns, of dy all: the other one's are the same zeros.
+        A warpgroup writes its own columns of x, and all of dy: the other one writes the same zeros.
         """
         if left % STEP != 0:
             zeros = cute.make_rmem_tensor(4, Uint32)

@@ -1,6 +1,6 @@
 """y (G, M, N) = for each group x (M, K) @ W (N, K)^T over its part of K, on FP8 tensor cores.
 
-What a layer of experts wants for its weights' gradient: K are the tokens, which belong to groups.
+A layer of experts takes this for its weights' gradient: K are the tokens, which belong to groups.
 `Contracted` is the kernel of matmul_fp8 with another walk: every group has all tiles of its (M, N),
 and a tile has the stages of its group, from none up. All roles find these from the same sizes, so
 the order of events holds as it does there: none, and no role waits for the tile.
@@ -76,7 +76,7 @@ class Contracted(Windows):
         return 0
 
     def before(self, at, t: Int32, width: Int32):
-        """Those of the groups before."""
+        """The elements of the groups before."""
         return Int64(at[0]) * t * width
 
     def finish(self, *_):

@@ -36,7 +36,7 @@ def compile_variant(
             of = functools.partial(module.kernel_of, variant, arch)
             kernels = {
                 name: [of(SCALE_LAYOUTS[name], aligned) for aligned in (True, False)]
-                for name in layouts or layouts_of(variant)
+                for name in layouts or layouts_of(variant, arch)
             }
             every = [kernel for entries in kernels.values() for kernel in entries]
             rules = functools.partial(entry.launches, kernels)

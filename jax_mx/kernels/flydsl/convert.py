@@ -25,7 +25,7 @@ def intrinsic(name: str, result, *operands):
 
 
 def bytes_of(high: Uint32, low: Uint32, *select: int) -> Uint32:
-    """A word of four bytes, the first lowest: 0 to 3 are those of `low`, 4 to 7 of `high`."""
+    """A word of four bytes, the first lowest: 0 to 3 are bytes of `low`, 4 to 7 of `high`."""
     return bytes_by(Uint32(sum(byte << 8 * i for i, byte in enumerate(select))), high, low)
 
 
@@ -85,7 +85,7 @@ def first_lane(word: Uint32) -> Uint32:
 
 
 def where(mask: Uint32, a: Uint32, b: Uint32) -> Uint32:
-    """The bits of the constant `a` where the mask has ones, else those of `b`."""
+    """The bits of the constant `a` where the mask has ones, else the bits of `b`."""
     # Written out, LLVM finds two instructions on gfx950.
     values = [x.ir_value() for x in (mask, a, b)]
     return Uint32(llvm.inline_asm(Uint32.ir_type, values, "v_bfi_b32 $0, $1, $2, $3", "=v,v,s,v"))
@@ -159,10 +159,10 @@ def amaxes_of_two(a: Uint32, b: Uint32, dtype: str) -> Uint32:
 def scale_of(amax: Uint32, format: Format, dtype: str, rounding: tuple[Uint32, ...]):
     """The E8M0 byte of a block, and the float32 bits of what its elements are multiplied by.
 
-    `amax` is in float32 bits. The rule is `formats.Scaling.rounding`, whose two numbers come in as
-    run-time scalars, with the scale of an all-zero block where the format has a choice of that. The
-    factor is a power of two, so its upper half is a bfloat16; that of a poisoned block is negative,
-    see `poison`.
+    `amax` is in float32 bits. The rule is `formats.Scaling.rounding`, whose two numbers are
+    run-time scalars. The scale of an all-zero block is another one where the format has a choice.
+    The factor is a power of two, so its upper half is a bfloat16; a poisoned block has a negative
+    factor, see `poison`.
     """
     round_add, round_exception, *zero_scale = rounding
     emax = Uint32(format.emax)
@@ -193,7 +193,7 @@ def half(pair: Uint32, which: int) -> Float32:
 def poison(pairs: list[Uint32], which: list[int]) -> Uint32:
     """For `pack_word`: 0xFF for each of four bytes whose factor is poisoned.
 
-    The factors are those of `pairs`, at most two, by number.
+    `which` numbers the factors in `pairs`, of which there are at most two.
     """
     # Selectors 8 to 11 are copies of the signs of the four halves.
     return bytes_of(pairs[-1], pairs[0], *(8 + i for i in which))
@@ -224,7 +224,7 @@ def pack_word(scaled: Sequence[Float32], poison: Uint32, format: Format, arch: s
 def _pack_in_hardware(x: Sequence[Float32], format: Format) -> Uint32:
     """The conversion itself gives NaN or infinity beyond the largest value: clamp first.
 
-    It is to 8 bits; for those of 6, see `formats.WIDER`.
+    It converts to 8 bits; `formats.WIDER` explains formats of 6 bits.
     """
     limits = Float32(-format.max), Float32(format.max)
     x = [intrinsic("llvm.amdgcn.fmed3.f32", Float32, value, *limits) for value in x]
@@ -360,9 +360,9 @@ def unpack_four(
 ) -> list[Uint32]:
     """The words of four codes times their factors, rounded to `dtype`; NaN for each poisoned code.
 
-    No chip's own conversions from 8 bits: a code's bits are those of a float16, times 2^8 for e4m3
-    and 2^14 for e2m1, which comes as `separated` has it. Those of 6 bits are e4m3's or e5m2's, but
-    for the bias, once their signs are in place.
+    The function uses no chip's conversions from 8 bits: a code has the bits of a float16, times 2^8
+    for e4m3 and 2^14 for e2m1, which comes as `separated` has it. Codes of 6 bits are e4m3's or
+    e5m2's, except for the bias, once their signs are in place.
     """
     if format.bits == 6:
         word = (word << 2 & Uint32(_SIGNS)) | (word & Uint32(0x1F * _ONES))
@@ -408,10 +408,10 @@ def through_codes(
     scaled: list[Float32], factors: list[Float32], poisons: list[Uint32], format: Format,
     dtype: str, arch: str,
 ) -> list[Uint32]:  # fmt: skip
-    """Words of what codes stand for.
+    """Words of dequantized codes.
 
     Args:
-      scaled: what becomes codes: elements times the inverses of their scales.
+      scaled: elements times the inverses of their scales, which become codes.
       factors: the scale of each.
       poisons: for `unpack_four`, of each four.
       format: of the codes.

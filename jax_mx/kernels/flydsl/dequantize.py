@@ -38,10 +38,10 @@ BYTES = 16  # of a lane and load
 
 
 class Dequantize(Kernel):
-    """What both ways share. A lane writes `n` times 16 bytes, `each` codes.
+    """The base of both ways. A lane writes `n` times 16 bytes, `each` codes.
 
-    Four lanes exchange their codes, so that they write side by side. Of a byte's codes `down` are
-    those of floats below each other, and `beside` of floats beside each other.
+    Four lanes exchange their codes, so that they write side by side. A byte has codes of `down`
+    floats below each other, or of `beside` floats next to each other.
     """
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
@@ -60,14 +60,14 @@ class Dequantize(Kernel):
         return first + s * 4 // self.n
 
     def start(self, lane, s: int):
-        """Which of that lane's codes is the first of the part."""
+        """The first of that lane's codes in the part."""
         part = lane % min(self.n, 4)
         if self.n == 8:
             part = part + s % 2 * 4
         return part * self.each
 
     def exchanged(self, words: list, lane) -> list[list]:
-        """What a lane writes of what four lanes have, each time: `down` rows' words of codes."""
+        """The words of codes that a lane writes each time, from four lanes: `down` rows' words."""
         if self.n == 8:  # of half a word each: those that are written together, in one
             words = [
                 convert.bytes_of(words[2 + i // 2], words[i // 2], *half)

@@ -163,7 +163,7 @@ class Flat(Kernel):
         return exchange(parts, lane, together > 1)
 
     def through_codes(self, words: list, scale, inverse, c: int) -> list:
-        """What the codes of a lane's words of a round stand for."""
+        """The floats that the codes of a lane's words of a round stand for."""
         scale, inverse = (convert.from_group(own, self.sharers, c) for own in (scale, inverse))
         elements = [e for word in words for e in convert.elements(word, self.dtype)]
         scaled = convert.products(elements, [inverse.bitcast(fx.Float32)] * len(elements))
@@ -229,7 +229,7 @@ class PreprocessedFlat(Flat):
 
     Block data (..., rows, cols) come behind x.
 
-    What the lanes of a wave have read they exchange in LDS, so that each has whole blocks.
+    The lanes of a wave exchange the elements that they read in LDS, so that each has whole blocks.
     """
 
     @flyc.kernel

@@ -1,4 +1,4 @@
-"""What the kernels share: entries, where scales lie, accesses of memory, lanes that exchange."""
+"""The common parts of kernels: entries, places of scales, accesses of memory, exchanges."""
 
 import math
 from collections.abc import Sequence
@@ -147,7 +147,7 @@ class Strip:
         """(block, offset, whether there is such a block) of a lane's place in the strip.
 
         Lanes go through a tile row by row, the rows as they follow in memory. A place without a
-        block gives those of block 0.
+        block gives the block and the offset of block 0.
         """
         return self.next_to(*self.find(place), 0)
 
@@ -307,7 +307,7 @@ class Kernel(QuantizerEntry):
         self.arch = arch
 
     def aligned_to(self, name: str) -> int:
-        """What the address of one of its arrays is a multiple of, in bytes."""
+        """The number of bytes that divides the address of one of its arrays."""
         return self.align[self.signature.number(name)]
 
     def aligned_as(self, role: Role) -> int:

@@ -37,8 +37,8 @@ def data_of_blocks(
     """The seed and the flips, as far as the kind has them, of each of a lane's blocks.
 
     The blocks' numbers are `start`, which all lanes share, plus those in `blocks`. Where the call
-    has no operand of flips, `given` has them: with two blocks in a group, those of even blocks and
-    those of odd ones.
+    has no operand of flips, `given` has them: with two blocks in a group, flips of even blocks and
+    flips of odd ones.
     """
     if not kind.hadamard:
         return [[_word(w, start, block) for w in words] for block in blocks]
@@ -187,10 +187,10 @@ def _sum_and_difference(two):
 def random_words(values: list[Float32], seed: Uint32, poison: Uint32) -> list[Uint32]:
     """Words of the e2m1 codes of a block's scaled elements, rounded at random; NaN by `poison`.
 
-    From 1 on the bits of a float32 count codes, by 2^22 each; below, those of x / 2 + 1 / 2 do, of
-    which half a unit in the last place is subtracted, so that rounding leaves whole 2^-16 of a code
-    what they are, and others below the next one. The larger of both, plus the noise, has the code
-    with its top bit inverted.
+    From 1 on the bits of a float32 count codes, by 2^22 each. Below 1 the bits of x / 2 + 1 / 2 do,
+    after half a unit in the last place is subtracted. So rounding keeps whole multiples of 2^-16 of
+    a code, and keeps other numbers below the next multiple. The larger of both, plus the noise, has
+    the code with its top bit inverted.
     """
     seed = _half_mixed(seed ^ seed >> 16)
     limit, codes = Float32(MXFP4_E2M1.max), []

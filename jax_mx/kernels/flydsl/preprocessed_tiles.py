@@ -27,11 +27,11 @@ STACKED = 16  # how far apart a lane's two blocks of rows are
 class PreprocessedTiled(Tiled):
     """`Tiled` for elements of 16 bits that are preprocessed; block data come behind x.
 
-    x goes to LDS, where each wave has 32 rows. Of each result a lane takes two whole blocks: along
-    rows of two of them, along columns of neighbours, whose elements it reads a word at a time.
-    Where transforms span two blocks it takes those: neighbours of a row; or of a column, of which
-    two waves have the rows. What becomes of blocks along columns waits in registers until the
-    tile's LDS is free for it. One result may have a code a byte: that is made as in `Tiled`, before
+    x goes to LDS, where each wave has 32 rows. A lane takes two whole blocks of each result: blocks
+    along rows come from two rows, blocks along columns from two neighbours, whose elements it reads
+    a word at a time. Where transforms span two blocks it takes these: neighbours of a row, or of a
+    column whose rows two waves have. Results of blocks along columns wait in registers until the
+    tile's LDS is free for them. One result may have a code a byte: it is made as in `Tiled`, before
     anything else, with LDS of its own.
     """
 
@@ -119,7 +119,7 @@ class PreprocessedTiled(Tiled):
     def place_of_x(self, row, chunk) -> Int32:
         """Where 16 bytes of a row lie, permuted, or lanes would read rows from the same banks.
 
-        Eight lanes do at once, four or two of them those of one row.
+        Eight lanes read at once, four or two of them in one row.
         """
         chunk = chunk ^ chunk // Uint32(8) ^ row % Uint32(2 * self.kind(0).blocks) * Uint32(2)
         return Int32(row * (TILE * self.itemsize) + chunk * 16)
@@ -137,7 +137,7 @@ class PreprocessedTiled(Tiled):
         return [(top, lane * 2 + i) for i in range(2)]
 
     def down(self, o: int, wave, i: int):
-        """Which of the tile's blocks down a column a lane's i-th one is."""
+        """The number of a lane's i-th block among the tile's blocks down a column."""
         return wave // 2 * 2 + i if self.kind(o).blocks > 1 else wave
 
     def data(self, arrays, places: list, given: list, at: Tile) -> list:
@@ -251,7 +251,7 @@ class PreprocessedTiled(Tiled):
             )
 
     def store_rows(self, o: int, found: list, places: list, to: Target, at: Tile, who) -> None:
-        """Stores the codes of a lane's two blocks along rows; `who`: its wave, and which it is."""
+        """Stores the codes of a lane's two blocks along rows; `who`: its wave and its number."""
         wave, lane = who
         codes = [own for _, own in found]
         lines = [(row, col // 2) for row, col in places]

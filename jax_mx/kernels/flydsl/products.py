@@ -154,9 +154,10 @@ class Operand:
 class Scaled:
     """How gfx950 multiplies: 16 x 16 x 128 codes at once, with a scale for each 32 of them.
 
-    Which lane has which, AMD's manual leaves out; AMD measured it in its composable kernels
-    (test/mx_mfma_op/scale_mapping_16x16x128.txt). Of 8 bits, a lane of the g-th sixteen has 16
-    codes from 16 g on and 16 from 64 + 16 g on; of 4 bits 32 from 32 g on. It has block g's scale.
+    AMD's manual leaves out the lanes of codes; AMD measured them in its composable kernels
+    (test/mx_mfma_op/scale_mapping_16x16x128.txt). With codes of 8 bits, a lane of the g-th sixteen
+    has 16 codes from 16 g on, and 16 from 64 + 16 g. With codes of 4 bits it has 32 from 32 g on.
+    It has block g's scale.
     """
 
     depth = SCALE_TILE[1] * BLOCK
@@ -232,7 +233,7 @@ class Scaled:
         return out
 
     def factors_kept(self, operand: Operand, words: list, step, span: tuple) -> list:
-        """Scales with 2^-127 in place of those of blocks outside, which may be NaN."""
+        """Scales, with 2^-127 for blocks outside, whose scales may be NaN."""
         del operand
         (begin, end), mask, (_, g) = span, Uint32(0), lane_of_tile()
         for half in range(2):
@@ -269,7 +270,7 @@ class Scaled:
         return sums
 
     def lane_codes(self, operand: Operand, base, i: int, part: int):
-        """What a lane has of the i-th sixteen rows below `base`, of a part's 128 codes."""
+        """A lane's words of the i-th sixteen rows below `base`, from a part's 128 codes."""
         row, g = lane_of_tile()
         half, words = operand.in_row // 2, []
         for more in range(0, half, 4):
@@ -289,8 +290,8 @@ class Scaled:
 class Floats:
     """How gfx942 multiplies: bfloat16, which codes times their scales become on the way to LDS.
 
-    A lane has 4 of the 16 floats of a row that an instruction takes. Which, is all the same as long
-    as both operands have the same ones, so it takes 8 neighbours for two instructions.
+    A lane has 4 of the 16 floats of a row that an instruction takes. Any 4 will do if both operands
+    have the same ones, so a lane takes 8 neighbours for two instructions.
     """
 
     depth = 64
@@ -319,7 +320,7 @@ class Floats:
         return out
 
     def factors_kept(self, operand: Operand, words: list, step, span: tuple) -> list:
-        """Scales with 2^-127 in place of those of units outside, which may be NaN."""
+        """Scales, with 2^-127 for units outside, whose scales may be NaN."""
         thread, (begin, end), kept = Uint32(Int32(fx.thread_idx.x)), span, []
         for i, word in enumerate(words):
             _, unit = operand.place(i, thread)
@@ -386,7 +387,7 @@ def smaller(a, b):
 
 
 def summed_up(word, lane):
-    """The sum of this lane's word and of those of all lanes before it, or 2^32 - 1."""
+    """The sum of the words of this lane and of all lanes before it, or 2^32 - 1."""
     for distance in (1, 2, 4, 8, 16, 32):
         before = convert.from_anywhere(word, lane - Uint32(distance))
         before = (lane < Uint32(distance)).select(Uint32(0), before)
@@ -423,7 +424,7 @@ class Product(Entry):
     # ---- the launch rule ---
     @property
     def align(self) -> list[int]:
-        """What the address of each buffer is a multiple of, in bytes, of a y of 16 bits."""
+        """The number of bytes that divides each buffer's address, for a y of 16 bits."""
         return [self.align_of(array, 2) for array in self.signature.arrays]
 
     def align_of(self, array: Array, itemsize: int) -> int:
@@ -587,7 +588,7 @@ class Product(Entry):
 
     @flyc.jit
     def store(self, y, sums, operands, bases, where, result):
-        """Rounds the sums and stores those of rows that the group has."""
+        """Rounds the sums and stores the rows that the group has."""
         (w, x), (slab, (low, high)) = operands, where
         row, g = lane_of_tile()
         wide = result == Uint32(RESULTS.index("float32"))
@@ -639,7 +640,7 @@ def entries(product: ProductKernel, arch: str) -> list[Product]:
 
 
 def launches(kernels: Sequence[Product], usage: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What the manifest says of a binary's launches: per dtype of y, the same entries."""
+    """A binary's launches for the manifest: each dtype of y has the same entries."""
     out = {}
     for number, result in enumerate(RESULTS):
         scalars = [*kernels[0].scalars]

@@ -67,7 +67,7 @@ class Tiled(Kernel):
 
     A lane holds a patch of `rows` x `vector` elements, 16 bytes a row. A wave's lanes lie `lanes`
     across and 64 / `lanes` down. Each lane gets two whole blocks' largest magnitudes, in either
-    direction, and the lanes of a block get its factor from the one that has it.
+    direction. The lanes of a block get its factor from the lane that has it.
     """
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
@@ -331,7 +331,7 @@ class Tiled(Kernel):
 
     # ---- windows ---
     def beyond(self, shared, arrays, o: int):
-        """What amaxes follow from beside blocks: LDS, or the pointer to those of rows; or None."""
+        """The place of amaxes of windows: LDS, or the pointer to the amaxes of rows; or None."""
         if self.variant.window == ROW:
             (amaxes,) = self.block_data(arrays, o)
             return amaxes

@@ -1,9 +1,9 @@
 """Executes AMD code objects for gfx942 and gfx950 (CDNA3 and CDNA4) in numpy.
 
 All waves that stand at the same instruction take it together, so a register is an array: scalar
-registers (registers, waves), vector registers (registers, waves, 64). What an instruction does is
-worked out once, when its address is first reached. What is not known here raises; nothing is
-guessed. There is no time: no wait counters, hazards, caches or memory ordering.
+registers (registers, waves), vector registers (registers, waves, 64). An instruction is translated
+once, when its address is first reached. An unknown instruction raises; nothing is guessed. There is
+no time: no wait counters, hazards, caches or memory ordering.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Step = Callable[["Waves"], None]
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """What the waves of a piece of a launch have in common."""
+    """The common state of the waves in a piece of a launch."""
 
     memory: Global
     shared: Shared
@@ -303,7 +303,7 @@ class Emulator:
 
     # ---- translation ---
     def _translate(self, pc: int) -> tuple[Any, int, str]:
-        """What the instruction at `pc` does, its size and its name."""
+        """The function of the instruction at `pc`, its size and its name."""
         data = bytes(self.code.memory[pc : pc + 16])
         known = _known.setdefault((self.code.arch, self.fnuz_negative_zero), {})
         for size in (4, 8, 16):  # no instruction is the beginning of another
@@ -937,9 +937,9 @@ def _signed(source: Source, negate: bool, magnitude: bool) -> Source:
 
 
 def computed(w: Waves, op: Callable, values: list[np.ndarray]) -> Any:
-    """What `op` makes of these, in the mode of the waves.
+    """The result of `op` for these values, in the mode of the waves.
 
-    Float64 of lanes that rest count as zeros: they are garbage, which may be what `op` refuses.
+    Float64 of lanes that rest count as zeros: they are garbage, which `op` may refuse.
     """
     if not w.all_active and values[0].dtype == F64:
         values = [np.where(w.active, x, np.zeros((), x.dtype)) for x in values]
@@ -985,7 +985,7 @@ _SELECT = [(0, 0xFF), (8, 0xFF), (16, 0xFF), (24, 0xFF), (0, 0xFFFF), (16, 0xFFF
 
 
 def _dpp_lanes(control: int) -> np.ndarray:
-    """Which lane each lane reads."""
+    """The lane that each lane reads."""
     if control < 0x100:  # QUAD_PERM
         return _LANE & ~3 | control >> 2 * (_LANE & 3) & 3
     if 0x121 <= control <= 0x12F:  # ROW_ROR

@@ -45,7 +45,7 @@ class Device:
 
 @dataclasses.dataclass
 class Thread:
-    """What HIP keeps for a thread: the current device, and the text of the last error."""
+    """HIP's state of a thread: the current device, and the text of the last error."""
 
     device: int = 0
     error: str = ""

@@ -1,7 +1,7 @@
-"""What instructions compute, as numpy functions of whole registers.
+"""Instructions as numpy functions of whole registers.
 
-After AMD's "CDNA3 / CDNA4 Instruction Set Architecture" reference guides. A signature has a letter
-per source: u i f for 32 bits unsigned, signed, float; U I F likewise for 64 bits; h for the low 16
+They follow AMD's "CDNA3 / CDNA4 Instruction Set Architecture" reference guides. A signature has a
+letter per source: u i f for 32 bits unsigned, signed, float; U I F for 64 bits; h for the low 16
 bits unsigned, e for a float16 there; m for a lane mask. Scalars are arrays (waves,), vectors
 (waves, 64) or (waves, 1). The dtype of a result says where it goes: 64 bits to a pair of registers,
 bool to a lane mask.
@@ -435,7 +435,7 @@ CODES: Mapping[int, str] = {0: "float8_e4m3fn", 1: "float8_e5m2", 4: "float4_e2m
 
 
 def _table(name: str) -> np.ndarray:
-    """What each code stands for."""
+    """The float of each code."""
     dtype = np.dtype(getattr(ml_dtypes, name))
     return np.arange(16 if "float4" in name else 256, dtype=U8).view(dtype).astype(F64)
 
@@ -448,10 +448,10 @@ class Matrix:
     """An instruction that multiplies matrices: D (side, side) = A (side, depth) @ B^T + C.
 
     A lane of the g-th `side` lanes has row `lane % side` of A and of B: bfloat16 of neighbours, or
-    codes and a scale. Of 8 bits it has 16 neighbours, and 16 that lie half the depth behind; of 4
-    bits 32 neighbours. Scales are of blocks of 32, the g-th of them. AMD measured that:
-    composable_kernel, test/mx_mfma_op. Sums are as good as float64's and rounded once; the manual
-    does not say how a chip rounds.
+    codes and a scale. With codes of 8 bits it has 16 neighbours, and 16 that lie half the depth
+    behind; with codes of 4 bits 32 neighbours. A scale belongs to a block of 32, the g-th of them.
+    AMD measured this: composable_kernel, test/mx_mfma_op. Sums are as good as float64's and rounded
+    once; the manual does not say how a chip rounds.
     """
 
     side: int
@@ -469,7 +469,7 @@ class Matrix:
         return self.side * self.depth * bits // 64 // 32
 
     def floats(self, words: np.ndarray, format: str) -> np.ndarray:
-        """What the registers (n, waves, 64) stand for: float64 (waves, side, depth)."""
+        """The floats in the registers (n, waves, 64): float64 (waves, side, depth)."""
         octets = np.ascontiguousarray(np.moveaxis(words, 0, -1)).view(U8)
         lanes = octets.reshape(-1, self.groups, self.side, octets.shape[-1])
         if not format:
@@ -491,7 +491,7 @@ class Matrix:
     def multiplied(
         self, sides: Sequence, total: np.ndarray, formats: Sequence[str], scales: Sequence
     ) -> np.ndarray:
-        """D, as registers have it, of A and B; `total` is C likewise."""
+        """D, as registers have it, of A and B; `total` is C in the same form."""
         a, b = (self.floats(*pair) for pair in zip(sides, formats, strict=True))
         if any(formats):
             a, b = (self.scaled(*pair) for pair in zip((a, b), scales, strict=True))

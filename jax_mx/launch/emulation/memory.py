@@ -29,8 +29,8 @@ class Global:
     Aligned means to the access's own size, or to 4 where that is more. Chips can be set to do
     without; nothing here depends on it.
 
-    Each buffer lies across a multiple of 4 GiB of its own, with nothing near it, so that addresses
-    need all 64 bits and carries between their halves happen.
+    Each buffer lies across a multiple of 4 GiB of its own, with nothing near it. So addresses need
+    all 64 bits, and carries between their halves happen.
     """
 
     def __init__(self):
@@ -45,8 +45,8 @@ class Global:
     ) -> int:
         """Makes a contiguous array a buffer and returns its address.
 
-        The low bits of the address are those of the array's own. `address` instead places it, say
-        as a window of a larger tensor of which only this part is there.
+        The address has the low bits of the array's own address. `address` instead places it, say as
+        a window of a larger tensor of which only this part is there.
         """
         host, size = array.__array_interface__["data"][0], array.nbytes
         if not array.flags.c_contiguous:

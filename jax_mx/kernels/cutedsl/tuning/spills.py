@@ -1,9 +1,9 @@
 """Tiles that registers do not hold, as compilers showed; `tuning.fits` reads them.
 
-    kernel  the same as in a row of a table
-    archs   the archs that the tile was compiled for
-    where   the facts of the entries that spilled, as in a row of a table
-    tile    the fields that such tiles share
+    kernel  the same as in a row of a table;
+    archs   the archs that the tile was compiled for;
+    where   the facts of the entries that spilled, as in a row of a table;
+    tile    the fields that such tiles share.
 
 Sweeps leave such tiles out, and no row of a table has one. No kernel depends on this file.
 """
@@ -34,6 +34,10 @@ SPILLS: list[dict[str, Any]] = [
      "tile": {"down": 4, "across": 4}},
     {"kernel": "quantize.Tiled", "archs": ("sm_90a",),
      "where": _gated("gpt_oss", "bfloat16", 2, interleaved=False, tiled_scales=True),
+     "tile": {"down": 4, "across": 2}},
+    {"kernel": "quantize.Tiled", "archs": ("sm_100f",),
+     "where": {"source": "gradient", "activation": "gpt_oss", "interleaved": True,
+         "codes_per_byte": 2, "tiled_scales": True, "aligned": False},
      "tile": {"down": 4, "across": 2}},
     {"kernel": "quantize.Tiled", "archs": ("sm_80",),
      "where": _gated("gpt_oss", "float16", 1, tiled_scales=True), "tile": {"down": 4, "across": 1}},
