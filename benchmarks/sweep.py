@@ -535,8 +535,7 @@ def install(folder: Path, variant: Binary, facts: dict[str, Any]) -> None:
     """Makes a candidate the kernel of every call of its binary in this process."""
     import jax
 
-    from jax_mx import _ffi
-    from jax_mx.launch import store
+    from jax_mx.launch import _ffi, store
 
     image = (folder / "kernels" / facts["sha256"]).read_bytes()
     _ffi.intern(facts["sha256"], image)

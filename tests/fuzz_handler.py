@@ -569,7 +569,7 @@ class Handler:
     """The extension, called as XLA calls it."""
 
     def __init__(self, extension: str, runtime: str, driver: str, vendor: str):
-        spec = importlib.util.spec_from_file_location("jax_mx._ffi", extension)
+        spec = importlib.util.spec_from_file_location("jax_mx.launch._ffi", extension)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         module.use_host_driver(vendor, driver)

@@ -34,10 +34,9 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import _ffi
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.variants import layouts_of
-from jax_mx.launch import store
+from jax_mx.launch import _ffi, store
 from jax_mx.launch.chips import ARCHS
 from jax_mx.lowering import primitive
 

@@ -38,7 +38,7 @@ def usual(tmp_path_factory):
     """The extension that is installed, and what calls it."""
     folder = tmp_path_factory.mktemp("usual")
     return {
-        "extension": importlib.util.find_spec("jax_mx._ffi").origin,
+        "extension": importlib.util.find_spec("jax_mx.launch._ffi").origin,
         "runtime": compiled(folder / "runtime.so", HERE / "call_handler.cc", "-isystem", XLA),
         "driver": compiled(folder / "driver.so", HERE / "fake_driver.cc"),
         "env": {},

@@ -27,12 +27,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_mx
-from jax_mx import _ffi
 from jax_mx.facts.formats import BLOCK, FORMATS, MXFP4_E2M1, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.facts.product_kernels import DIRECT, PRODUCTS
 from jax_mx.facts.signatures import signature_of
 from jax_mx.facts.windows import ROW
-from jax_mx.launch import store, targets
+from jax_mx.launch import _ffi, store, targets
 from jax_mx.launch.rule import Launch
 from jax_mx.lowering import registry
 from jax_mx.products import kernel_plans, kernels

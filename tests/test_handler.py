@@ -34,7 +34,7 @@ PRELUDE = """
     from jax.extend.core import Primitive
     from jax.interpreters import mlir
     import images
-    from jax_mx import _ffi
+    from jax_mx.launch import _ffi
     from jax_mx.launch.rule import *
     from jax_mx.launch.rule import call_attributes, constant, multiprocessors
 

@@ -42,13 +42,12 @@ from helpers import (
 from on_device import HERE, assert_same, check, kernel
 
 import jax_mx
-from jax_mx import _ffi
 from jax_mx.facts.directions import LAST, SECOND, SECOND_TRANSPOSED
 from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.facts.layouts import SCALE_LAYOUTS
 from jax_mx.facts.variants import layouts_of
 from jax_mx.facts.windows import ROW
-from jax_mx.launch import store
+from jax_mx.launch import _ffi, store
 from jax_mx.lowering import quantizers
 from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
 
@@ -587,7 +586,7 @@ def test_command_buffers(flags):
         """
         import jax, jax.numpy as jnp, numpy as np
         import jax_mx
-        from jax_mx import _ffi
+        from jax_mx.launch import _ffi
 
         def step(x, implementation):
             out = []
@@ -647,7 +646,7 @@ def test_export_runs_in_a_new_process(tmp_path):
             got = np.asarray(f.call(x)).view(np.uint32)
             nan = np.isnan(want.view(np.float32))
             assert (np.isnan(got.view(np.float32)) == nan).all() and (got == want)[~nan].all(), name
-        print(jax_mx._ffi.counters()["launches"])
+        print(jax_mx.launch._ffi.counters()["launches"])
         """
     )
     assert int(out) == 4  # two programs of a quantize and a dequantize each

@@ -10,7 +10,8 @@ from helpers import assert_bits_equal, assert_refused
 from moe_oracle import Layer
 
 import jax_mx
-from jax_mx import BF16, MXFP4, MXFP8, Recipe, _ffi
+from jax_mx import BF16, MXFP4, MXFP8, Recipe
+from jax_mx.launch import _ffi
 
 TOKENS, K, D, I, E = 40, 2, 64, 96, 4  # noqa: E741
 RECIPES = {

@@ -13,7 +13,6 @@ from helpers import assert_refused, assert_same_array, call_attributes_in, lower
 from helpers import random_bits as bits
 
 import jax_mx
-from jax_mx import _ffi
 from jax_mx.facts import directions
 from jax_mx.facts.formats import FORMATS
 from jax_mx.facts.preprocessing import Preprocessing
@@ -21,7 +20,7 @@ from jax_mx.facts.signatures import Array, Role
 from jax_mx.facts.sources import FLOAT32, Source, X
 from jax_mx.facts.variants import Variant, exists, variants
 from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
-from jax_mx.launch import store
+from jax_mx.launch import _ffi, store
 from jax_mx.launch.chips import ARCHS
 from jax_mx.lowering import registry
 from jax_mx.norms.source import NormSource

@@ -27,8 +27,7 @@ from typing import Any
 
 import jax
 
-from jax_mx import _ffi
-from jax_mx.launch import compiler, files, toolchains
+from jax_mx.launch import _ffi, compiler, files, toolchains
 from jax_mx.launch.binary import Binary
 from jax_mx.launch.chips import ARCHS, arch_of
 from jax_mx.launch.content import key_of

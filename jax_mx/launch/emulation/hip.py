@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_mx import _ffi
+from jax_mx.launch import _ffi
 from jax_mx.launch.code_object import CodeObject
 from jax_mx.launch.emulation.emulator import ORDERS, Emulator
 from jax_mx.launch.emulation.memory import Fault, Global
