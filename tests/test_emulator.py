@@ -409,6 +409,29 @@ def test_registers_are_swapped():
     assert state.vector[1, 0, :2].tolist() == [7, 5] and state.vector[2, 0, :2].tolist() == [5, 7]
 
 
+@pytest.mark.parametrize("step", isa.SWAPS.values())
+def test_lanes_of_two_registers_are_swapped(step):
+    """The result's lanes whose number has the bit, with the source's that lack it."""
+    swap = getattr(ins, f"v_permlane{step}_swap_b32_e32")
+    code, lanes = swap(vdst=v[1], src0=v[2]), np.arange(64)
+    registers = {1: range(64), 2: range(100, 164)}
+    state = execute(code, vectors=registers)
+    upper = lanes & step != 0
+    np.testing.assert_array_equal(state.vector[1, 0], np.where(upper, lanes - step + 100, lanes))
+    np.testing.assert_array_equal(state.vector[2, 0], np.where(upper, lanes + 100, lanes + step))
+    state = execute(swap(vdst=v[1], src0=v[1]), vectors=registers)
+    np.testing.assert_array_equal(state.vector[1, 0], lanes ^ step)
+    pair = 1 | 1 << step  # two lanes that swap; the others rest
+    state = execute(code, vectors=registers, exec_=pair)
+    some = [0, 1, step, step + 1]
+    assert state.vector[1, 0, some].tolist() == [0, 1, 100, step + 1]
+    assert state.vector[2, 0, some].tolist() == [step, 101, 100 + step, 101 + step]
+    with pytest.raises(NotImplementedError, match="a lane that swaps with one that rests"):
+        execute(code, vectors=registers, exec_=1)
+    with pytest.raises(NotImplementedError, match=f"know the instruction v_permlane{step}"):
+        execute(code, vectors=registers, arch="gfx942")
+
+
 def test_a_float64_is_added_to():
     """And constants, literals and signs of such sources."""
     two, one = {0: f64(2), 2: f64(3)}, {0: f64(1.5)}
@@ -1071,7 +1094,7 @@ def test_what_is_unknown_raises():
         ins.s_setreg_b32(sdst=s[8], simm16=1 << 11 | 4 << 6 | 1),  # garbage
         ins.global_atomic_add(vdst=v[1], addr=v[0], saddr=s[4:5], data=v[2]),
     ):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises(NotImplementedError, match=r"emulator does not know th|float32 modes"):
             execute(code, vectors={0: 0})
     with pytest.raises(NotImplementedError, match="no instruction"):
         emulator = Emulator(SimpleNamespace(memory=b"\xff" * 32, arch="gfx950", kernels={}))
@@ -1082,6 +1105,7 @@ def test_what_is_unknown_raises():
 
 def test_every_instruction_has_expectations():
     saves = {name for name in isa.SCALAR if "saveexec" in name}
+    assert set(isa.SWAPS) == {"v_permlane16_swap_b32", "v_permlane32_swap_b32"}
     assert set(SCALAR) | saves == set(isa.SCALAR)
     assert set(VECTOR) | {"v_fmac_f64"} == set(isa.VECTOR)  # by test_a_float64_is_added_to
     packed = {"v_pk_mul_f32", "v_pk_add_f32", "v_pk_fma_f32", "v_pk_max_u16"}

@@ -320,8 +320,14 @@ class Emulator:
             if translate is None:
                 raise KeyError(form)
             step = translate(name, inst, pc + inst.size())
-        except (KeyError, IndexError, AttributeError, NotImplementedError) as error:
-            raise NotImplementedError(f"{name} ({form}) at {pc:#x}: {error}") from error
+        except (KeyError, IndexError, AttributeError) as error:
+            raise NotImplementedError(
+                f"the emulator does not know the instruction {name} ({form}) at {pc:#x}"
+            ) from error
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"the emulator does not know this form of {name} ({form}) at {pc:#x}: {error}"
+            ) from error
         if not isinstance(step, Branch):  # its target depends on where it is
             known[data[: inst.size()]] = step, inst.size(), name
         return step, inst.size(), name
@@ -417,6 +423,8 @@ class Emulator:
             return _copy_accumulator(inst.src0.offset, True, inst.vdst.offset, True)
         if name == "v_swap_b32":
             return _swap(inst.src0.offset, inst.vdst.offset)
+        if name in isa.SWAPS and self.code.arch == "gfx950":  # gfx942 has none
+            return _swap_lanes(inst.src0.offset, inst.vdst.offset, isa.SWAPS[name])
         sources = self._vectors(isa.VECTOR[name][0], (inst.src0.offset,), inst)
         return self._vector_step(name, sources, inst.vdst.offset)
 
@@ -1039,6 +1047,20 @@ def _swap(first: int, second: int) -> Step:
         write_vector(w, second, values[1])
 
     return step
+
+
+def _swap_lanes(first: int, second: int, step: int) -> Step:
+    """v_permlane16_swap_b32 and v_permlane32_swap_b32: `isa.SWAPS` says which lanes swap."""
+    other, lower = _LANE ^ step, _LANE & step == 0
+
+    def swap(w: Waves) -> None:
+        if (w.active != w.active[:, other]).any():
+            raise NotImplementedError("a lane that swaps with one that rests")
+        values = [w.vector[register - VECTORS][:, other] for register in (second, first)]
+        write_vector(w, first, values[0], lower)
+        write_vector(w, second, values[1], ~lower)
+
+    return swap
 
 
 def _one_lane(source: Source, lane: Source, registers: Sequence[int], inst: Any) -> Step:

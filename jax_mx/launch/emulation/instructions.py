@@ -404,6 +404,9 @@ VECTOR: Mapping[str, Op] = {
 }  # fmt: skip
 
 
+# On gfx950: lanes of the second register swap with lanes of the first, so many before them.
+SWAPS: Mapping[str, int] = {"v_permlane16_swap_b32": 16, "v_permlane32_swap_b32": 32}
+
 # Any function of three bits, given as a table; the bits that it computes. What the others become
 # is not documented, so it is garbage.
 TRUTH_TABLES: Mapping[str, np.uint32] = {
