@@ -86,10 +86,13 @@ def test_its_readme_has_the_kernel_that_is_there():
 
 
 # ---- a kernel of a reader's ---
-@pytest.mark.parametrize("shape", [(3, 63), (2, 2, 64), (130,), (0, 7)])
-def test_a_row_softmax_in_the_emulator(shape, softmax):
+@pytest.mark.parametrize(
+    "shape,arch",
+    [(s, "gfx942") for s in ((3, 63), (2, 2, 64), (130,), (0, 7))] + [((3, 130), "gfx950")],
+)
+def test_a_row_softmax_in_the_emulator(shape, arch, softmax):
     x = jax.random.normal(jax.random.key(1), shape) * 10
-    with emulate("gfx942"):
+    with emulate(arch):
         y, count = launches(jax.jit(softmax), x)
     np.testing.assert_allclose(y, reference(x), rtol=1e-6, atol=1e-7)
     assert count == (x.size > 0)
@@ -179,6 +182,27 @@ def test_bad_calls(softmax):
         Kernel("f", {"triton": "softmax_kernels.cutedsl"}, reference=jax.nn.softmax)
     with pytest.raises(ValueError, match=r"f: there is no module nowhere\.kernel; put its folder"):
         Kernel("f", {"flydsl": "nowhere.kernel"}, reference=jax.nn.softmax)
+
+
+MISTAKES = {  # what a reader writes instead of a part of the example -> what the error says
+    "name": ("fx.max(top", "fx.most(top", r"no attribute 'most' \(\w+/name_kernel.py:28\)$"),
+    "entry": ("[Softmax()]", "Softmax()", "entry_kernel.entries returned no list; return a list"),
+    "align": ("align = (4, 4)", "align = (4,)", "Softmax: align has 1, types has 2; both have one"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_a_kernel(name, tmp_path, monkeypatch):
+    """In a module of the working folder, as a notebook imports it."""
+    pytest.importorskip("flydsl")
+    right, wrong, message = MISTAKES[name]
+    source = (EXAMPLES / "softmax_kernels" / "flydsl.py").read_text()
+    (tmp_path / f"{name}_kernel.py").write_text(source.replace(right, wrong, 1))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    kernel = Kernel("f", {"flydsl": f"{name}_kernel"}, reference=jax.nn.softmax)
+    with pytest.raises(compiler.CompileError, match=message):
+        compiler.compile_kernel(kernel.binary("flydsl", ["float32"]), "gfx942")
 
 
 def test_a_module_that_changes_is_compiled_anew(tmp_path, monkeypatch):

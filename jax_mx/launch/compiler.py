@@ -71,7 +71,7 @@ class Worker:
                     raise CompileError(f"no process can be started: {error}") from error
             assert self.process is not None and self.process.stdin and self.answers and self.errors
             try:
-                asked = json.dumps({**request, "path": [path for path in sys.path if path]})
+                asked = json.dumps({**request, "path": _path()})
                 self.process.stdin.write(asked.encode() + b"\n")
                 self.process.stdin.flush()
                 line = self.answers.readline() if _is_ready(self.answers) else b""
@@ -97,7 +97,7 @@ class Worker:
         }
         # Byte code of the DSL that nobody may have kept: without it a start takes 4 s, not 1.
         env |= {
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONPATH": os.pathsep.join(_path()),
             "PYTHONPYCACHEPREFIX": str(bytecode),
         }
         if self.scratch is not None:
@@ -136,6 +136,11 @@ class Worker:
             if file is not None:
                 file.close()
         self.answers = self.errors = None
+
+
+def _path() -> list[str]:
+    """The folders that this process imports from; in a notebook one is "", the working folder."""
+    return [str(Path(path).absolute()) for path in sys.path]
 
 
 def _is_ready(file: IO[bytes]) -> bool:

@@ -15,11 +15,13 @@ import pickle
 import re
 import sys
 import textwrap
+import traceback
 import types
 from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
+NOT_THE_AUTHORS = ("__main__", "cutlass", "flydsl", "importlib", "jax_mx")  # packages
 
 
 def without_jax() -> None:
@@ -35,13 +37,34 @@ def without_jax() -> None:
     sys.path[:] = [path for path in sys.path if path != here]
 
 
+def mistake(binary, arch: str) -> str:
+    """A mistake in the entries that a module lists, for which compilers have no words; or ""."""
+    module = sys.modules.get(getattr(binary, "module", ""))
+    if module is None:
+        return ""
+    entries = module.entries(binary.dtypes, arch)
+    if not isinstance(entries, (list, tuple)):
+        return f"{binary.module}.entries returned no list; return a list of entries"
+    for entry in entries:
+        align, types = len(entry.align), len(entry.types)
+        if types and align != types:
+            name = type(entry).__name__
+            return f"{name}: align has {align}, types has {types}; both have one for each buffer"
+    return ""
+
+
 def compiled(binary, arch: str) -> tuple[bytes, dict[str, Any]]:
     """The bytes of a binary, and its facts: name, abi, key, sha256, launches."""
     from jax_mx.launch.content import key_of
     from jax_mx.launch.rule import ABI
 
     module, _, function = binary.compiled_by.partition(":")
-    image, facts = getattr(importlib.import_module(module), function)(binary, arch)
+    try:
+        image, facts = getattr(importlib.import_module(module), function)(binary, arch)
+    except Exception as error:
+        if why := mistake(binary, arch):
+            raise ValueError(why) from error
+        raise
     names = {
         "name": f"{binary.name}.{arch}",
         "abi": ABI,  # of the launch rules
@@ -49,6 +72,19 @@ def compiled(binary, arch: str) -> tuple[bytes, dict[str, Any]]:
         "sha256": hashlib.sha256(image).hexdigest(),
     }
     return image, {**names, **facts}
+
+
+def sentence(error: Exception) -> str:
+    """What an error says, and the line of the kernel's author that led to it."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", f"{type(error).__name__}: {error}")
+    text, cause = textwrap.shorten(text, 300), error
+    while cause is not None:
+        for frame, line in reversed([*traceback.walk_tb(cause.__traceback__)]):
+            if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_AUTHORS:
+                path = Path(frame.f_code.co_filename)
+                return f"{text} ({path.parent.name}/{path.name}:{line})"
+        cause = cause.__cause__ or cause.__context__
+    return text
 
 
 def main(descriptor: str) -> None:
@@ -63,8 +99,7 @@ def main(descriptor: str) -> None:
                 image, facts = compiled(binary, request["arch"])
                 answer = {"image": base64.b64encode(image).decode(), "facts": facts}
             except Exception as error:
-                text = re.sub(r"\x1b\[[0-9;]*m", "", f"{type(error).__name__}: {error}")
-                answer = {"error": textwrap.shorten(text, 300)}
+                answer = {"error": sentence(error)}
             print(json.dumps(answer), file=answers, flush=True)
 
 
