@@ -75,6 +75,7 @@ SCALAR = {
     "s_mov_b64": [((BIG | 3,), 0, BIG | 3, None)],
     "s_movk_i32": [((-2,), 0, 0xFFFFFFFE, None)],
     "s_addk_i32": [((7, -9), 1, 0xFFFFFFFE, 0), ((0x7FFFFFFF, 1), 0, 0x80000000, 1)],
+    "s_mulk_i32": [((7, -2), 1, 0xFFFFFFF2, None), ((0x40000001, 4), 0, 4, None)],
     "s_brev_b32": [((0x12345678,), 0, 0x1E6A2C48, None)],
     "s_not_b32": [((0,), 0, M1, 1), ((M1,), 1, 0, 0)],
     "s_not_b64": [((0,), 0, (1 << 64) - 1, 1)],

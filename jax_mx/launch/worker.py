@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
-NOT_THE_AUTHORS = ("__main__", "cutlass", "flydsl", "importlib", "jax_mx")  # packages
+NOT_THE_AUTHORS = ("__main__", "cutlass", "flydsl", "importlib", "jax_mx")  # of a kernel
 
 
 def without_jax() -> None:
@@ -75,7 +75,7 @@ def compiled(binary, arch: str) -> tuple[bytes, dict[str, Any]]:
 
 
 def sentence(error: Exception) -> str:
-    """What an error says, and the line of the kernel's author that led to it."""
+    """An error's message, and the line in the kernel's file that led to it."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", f"{type(error).__name__}: {error}")
     text, cause = textwrap.shorten(text, 300), error
     while cause is not None:

@@ -256,6 +256,7 @@ SCALAR: Mapping[str, Op] = {
     "s_mov_b64": ("U", lambda x, _: (x, None)),
     "s_movk_i32": ("i", lambda x, _: (bits(x), None)),
     "s_addk_i32": ("ii", _with_overflow(np.add)),
+    "s_mulk_i32": ("ii", lambda x, y, _: (bits(x * y), None)),
     "s_brev_b32": ("u", lambda x, _: (_reversed(x), None)),
     "s_not_b32": ("u", _nonzero(np.invert)),
     "s_not_b64": ("U", _nonzero(np.invert)),
