@@ -154,14 +154,14 @@ class Recipe(Value):
     are equal and their keys and signs are the same arrays. So a recipe may be a static argument of
     `jax.jit`. These have names:
 
-    * `MXFP8`: E4M3 everywhere, scales rounded up.
-    * `MXFP8_ROWS`: the same for Hopper's FP8 tensor cores, whose sums want one scale. Elements of a
+    - `MXFP8`: E4M3 everywhere, scales rounded up.
+    - `MXFP8_ROWS`: the same for Hopper's FP8 tensor cores, whose sums want one scale. Elements of a
       row share an amax, in wgrad the rows that a device holds.
-    * `MXFP8_WINDOWS`: the same for experts there, whose rows are a group's: 256 elements share an
+    - `MXFP8_WINDOWS`: the same for experts there, whose rows are a group's: 256 elements share an
       amax.
-    * `MXFP8_HYBRID`: E5M2 for gradients, E4M3 for the rest.
-    * `MXFP4`: MXFP4 in all three products, with a Hadamard transform of 16 elements in wgrad.
-    * `BF16`: nothing is quantized; operands are rounded to bfloat16.
+    - `MXFP8_HYBRID`: E5M2 for gradients, E4M3 for the rest.
+    - `MXFP4`: MXFP4 in all three products, with a Hadamard transform of 16 elements in wgrad.
+    - `BF16`: nothing is quantized; operands are rounded to bfloat16.
 
     Attributes:
       lhs: format of the activations.
