@@ -80,3 +80,8 @@ from jax_mx.products.tuning import autotune as autotune
 from jax_mx.products.tuning import explain as explain
 from jax_mx.products.weights import quantize_weights as quantize_weights
 from jax_mx.version import __version__ as __version__
+
+
+def __dir__() -> list[str]:
+    """The public names, without the rooms that importing them leaves here."""
+    return [n for n, x in globals().items() if getattr(x, "__name__", "") != f"{__name__}.{n}"]

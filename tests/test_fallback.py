@@ -61,6 +61,11 @@ def test_can():
     ):
         can, why_not = jax_mx.can_multiply(lhs, rhs, how)
         assert not can and sentence in why_not
+    for numbers, lead in ((PLAIN, ()), ("ab,bc->ac", ()), (like(2, dtype=jnp.int32), (2,))):
+        w, floats = like(*lead, 63, 3), {"recipe": "floats"}
+        assert jax_mx.can_multiply(like(4, 63), w, numbers, **floats) == (True, "")
+        can, why_not = jax_mx.can_multiply(like(4, 64), w, numbers, **floats)
+        assert not can and "63" in why_not
 
 
 @pytest.mark.parametrize("op", [pytest.param("mlp", marks=pytest.mark.thorough), "moe"])

@@ -71,6 +71,15 @@ def test_parts_go_through_optax(optimizer):
         np.testing.assert_array_equal(leaf.view(jnp.uint8), was.view(jnp.uint8))
 
 
+def test_parts_do_not_overlap():
+    """No value is dropped in silence; a frozen weight beside floats is one, too."""
+    assert jax_mx.combine({"a": None, "b": None}, {"a": 2.0, "b": None}) == {"a": 2.0, "b": None}
+    for both in ({"a": 2.0}, {"a": {"b": 2.0}}, {"a": PARAMS["frozen"]}):
+        sentence = "combine: both trees have a value at ['a']"
+        assert_refused(lambda both=both: jax_mx.combine({"a": 1.0}, both), ValueError, sentence)
+    assert_refused(lambda: jax_mx.combine(1.0, 2.0), ValueError, "at the root")
+
+
 def test_no_moments_of_a_frozen_weight():
     """Zeros of scales would be NaN: optax may not make them, in a program or out of one."""
     params = {"frozen": PARAMS["frozen"], "bias": jnp.zeros(96)}

@@ -47,3 +47,5 @@ def test_what_the_package_holds_is_whole():
 def test_public_names():
     public = {name for name in vars(jax_mx) if not name.startswith("_")}
     assert {"quantize", "dequantize", "is_supported", "MXArray", "MXFP8_E4M3", "RCEIL"} <= public
+    assert {*dir(jax_mx)} >= {"quantize", "gpt_oss", "__version__"}
+    assert not {*dir(jax_mx)} & {"ops", "products", "facts", "version"}

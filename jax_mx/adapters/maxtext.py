@@ -47,7 +47,7 @@ def use(recipe: Recipe | str = AUTO) -> None:
       recipe: of the products, see `dot_general`.
 
     Raises:
-      TypeError, ValueError: the recipe is none. When MaxText makes its model, a ValueError says
+      TypeError, ValueError: the recipe is invalid. When MaxText makes its model, a ValueError says
         which of its options would keep products from MX.
     """
     check_recipe(OP, recipe)

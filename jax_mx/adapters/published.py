@@ -201,7 +201,7 @@ def load_checkpoint(
       FileNotFoundError: there is no such folder or file.
       TypeError: an argument is of the wrong type.
       ValueError: a file is damaged; weights are in a format that is not MX, such as NVFP4, or have
-        scales that are no powers of two; parts to be joined differ, or are not there; two arrays
+        scales that are not powers of two; parts to be joined differ, or are not there; two arrays
         have one name; or there is something else than like expects.
     """
     if like is not None and not callable(like) and not isinstance(like, Mapping):

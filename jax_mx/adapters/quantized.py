@@ -64,7 +64,7 @@ def quantized(
     f, so jit the caller.
 
     Args:
-      f: takes and returns pytrees. Leaves of its arguments that are no arrays of JAX are constants.
+      f: takes and returns pytrees. Leaves of its arguments that JAX has no arrays of are constants.
       recipe: of the products, see `dot_general`.
       where: the choice of products. None: all ragged ones, and dense ones without batch dimensions,
         as attention's scores have these and weights do not. A regular expression: of these, the

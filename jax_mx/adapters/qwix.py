@@ -42,7 +42,7 @@ class Provider(qwix.QuantizationProvider):
         modules in floats, say a router. By default all modules follow "auto".
 
     Raises:
-      TypeError, ValueError: rules are none.
+      TypeError, ValueError: rules are invalid.
     """
 
     def __init__(self, rules: Rules | None = None):

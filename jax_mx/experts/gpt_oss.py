@@ -89,7 +89,7 @@ def load_experts(
     Raises:
       ModuleNotFoundError: safetensors is not installed.
       FileNotFoundError: there is no such file.
-      TypeError: path is none, layer is no int, or sharding of another type.
+      TypeError: path is not a path, layer is not an int, or sharding has another type.
       ValueError: an index is damaged, the files have no such layer, its weights are not in MXFP4 or
         have shapes that do not fit. Shards would cut blocks.
     """

@@ -111,10 +111,10 @@ def moe(
       activation: a name with a gate, see `gated`: "swiglu", "geglu", "geglu_erf", "reglu",
         "reglu2", "bilinear" or "gpt_oss".
       interleaved: whether gate and up alternate along 2 I, not all gates first.
-      recipe: the rule for floats, see `dot_general`; "floats" leaves them as they are; a window
-        "row" of wgrad is refused. The router's weight multiplies the operand of w_down's product
-        before this is quantized. A split layer folds the shard's position on each axis into a
-        `Stochastic` key of the recipe. So no two shards round by the same numbers. A
+      recipe: the rule for floats, see `dot_general`; "floats" leaves them as they are. It refuses
+        the windows that `ragged_dot` refuses. The router's weight multiplies the operand of
+        w_down's product before this is quantized. A split layer folds the shard's position on each
+        axis into a `Stochastic` key of the recipe. So no two shards round by the same numbers. A
         `jax.shard_map` over axes that the layer does not know folds these in itself:
         `recipe.fold_in(jax.lax.axis_index(...))`.
       residuals: the form of gate and up that the backward pass keeps: "mx", MXFP8; "floats", as

@@ -57,16 +57,26 @@ class Format:
     """An MX format: blocks of `BLOCK` elements of one small float type and an E8M0 scale each.
 
     An element's code is sign, exponent and mantissa, with bias 2^(exponent_bits - 1) - 1 and
-    subnormals. Values are kept as `storage`. A type of fewer than 8 bits is kept as uint8: a byte
-    has `codes_per_byte` codes, the first in the lowest bits.
+    subnormals. The members are `MXFP8_E4M3`, `MXFP8_E5M2`, `MXFP6_E3M2`, `MXFP6_E2M3` and
+    `MXFP4_E2M1`. MXFP4 has two codes in a byte, the first in the low bits; MXFP6 has one, see
+    `pack_mxfp6`.
+
+    Attributes:
+      name: in lower case, as arguments take it.
+      storage: the dtype of values: a float8 type, or uint8 for fewer than 8 bits.
+      exponent_bits: of a code.
+      mantissa_bits: of a code.
+      max_code: of the largest finite value.
+      nan_code: of each element of a block whose scale is NaN.
+      codes_per_byte: 2 for MXFP4, else 1.
     """
 
     name: str
     storage: np.dtype
     exponent_bits: int
     mantissa_bits: int
-    max_code: int  # of the largest finite value
-    nan_code: int  # what the elements of a poisoned block hold
+    max_code: int
+    nan_code: int
     codes_per_byte: int = 1
 
     @property
@@ -116,12 +126,18 @@ FORMATS: Mapping[str, Format] = {
 
 
 class Scaling(enum.Enum):
-    """How a block's scale follows from its largest magnitude (amax)."""
+    """How a block's scale follows from its largest magnitude (amax).
 
-    FLOOR = "floor"  # the exponent of amax: OCP MX v1.0, section 6.3; the top of a block may clip
-    CEIL = "ceil"  # of the next power of two
-    EVEN = "even"  # of amax rounded to the element's mantissa: AMD's stacks
-    RCEIL = "rceil"  # the smallest scale that clips nothing: cuBLAS, TransformerEngine
+    - `FLOOR`: from the exponent of amax (OCP MX v1.0, section 6.3); the top of a block may clip.
+    - `CEIL`: from the exponent of amax rounded up to a power of two.
+    - `EVEN`: from the exponent of amax rounded to the element's mantissa, as AMD's stacks do.
+    - `RCEIL`: the smallest scale that clips nothing, as in cuBLAS and TransformerEngine.
+    """
+
+    FLOOR = "floor"
+    CEIL = "ceil"
+    EVEN = "even"
+    RCEIL = "rceil"
 
     def rounding(self, format: Format) -> tuple[int, int]:
         """This rule as one addition: `(add, exception)`.

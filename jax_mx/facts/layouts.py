@@ -57,11 +57,41 @@ class Layout:
 
 
 class ScaleLayout(Layout):
-    """The place of the scale of (row, col), for a matrix that is quantized along its last axis."""
+    """The place of the scale of (row, col), for a matrix that is quantized along its last axis.
+
+    Use the three constants; other layouts are refused.
+
+    - `ROW_MAJOR`: as the matrix lies, without tiles.
+    - `BLOCKED_128X4`: for tcgen05 and cuBLAS (CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0). In a tile
+      of 512 bytes (r, c) lies at `(r % 32) * 16 + (r / 32) * 4 + c`.
+    - `SHUFFLED_32X8`: aiter's e8m0_shuffle, hipBLASLt's BLK32_UE8M0_32_8_EXT. In a tile of 256
+      bytes (r, c) lies at `(c % 4) * 64 + (r % 16) * 4 + (c / 4) * 2 + r / 16`.
+
+    Attributes:
+      name: in lower case, as arguments take it.
+      pad: padding with zeros fills rows and columns up to multiples of these.
+      row_digits: the sizes of the digits of a tile's row number, most significant first.
+      col_digits: the same of its column number.
+      order: these digits, rows' first, from the slowest to the fastest in memory.
+    """
 
 
 class ValueLayout(Layout):
-    """The place of byte col of a row of values; blocks run along the row. Nothing is padded."""
+    """The place of byte col of a row of values; blocks run along the row.
+
+    Lengths must be multiples of a tile. Use the two constants; other layouts are refused.
+
+    - `ROW_MAJOR_VALUES`: as the matrix lies, without tiles.
+    - `SHUFFLED_16X16`: aiter's shuffle_weight with layout (16, 16), for values of any width. In a
+      tile of 16 rows and 32 bytes (r, c) lies at `(c / 16) * 256 + r * 16 + c % 16`.
+
+    Attributes:
+      name: in lower case, as arguments take it.
+      pad: a tile's rows and bytes, which divide lengths.
+      row_digits: see `ScaleLayout`.
+      col_digits: see `ScaleLayout`.
+      order: see `ScaleLayout`.
+    """
 
     def __repr__(self) -> str:
         return super().__repr__() + "_VALUES" * (not self.is_tiled)
@@ -74,11 +104,7 @@ class ValueLayout(Layout):
 
 
 ROW_MAJOR = ScaleLayout("row_major")
-# tcgen05 and cuBLAS (CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0): in a tile of 512 bytes
-# (r, c) lies at (r % 32) * 16 + (r / 32) * 4 + c.
 BLOCKED_128X4 = ScaleLayout("blocked_128x4", (128, 4), (4, 32), (4,), order=(1, 0, 2))
-# aiter's e8m0_shuffle, hipBLASLt's BLK32_UE8M0_32_8_EXT: in a tile of 256 bytes
-# (r, c) lies at (c % 4) * 64 + (r % 16) * 4 + (c / 4) * 2 + r / 16.
 SHUFFLED_32X8 = ScaleLayout("shuffled_32x8", (256, 8), (2, 16), (2, 4), order=(3, 1, 2, 0))
 
 SCALE_LAYOUTS: Mapping[str, ScaleLayout] = {
@@ -86,8 +112,6 @@ SCALE_LAYOUTS: Mapping[str, ScaleLayout] = {
 }
 
 ROW_MAJOR_VALUES = ValueLayout("row_major")
-# aiter's shuffle_weight with layout (16, 16), for values of any width: in a tile of 16 rows and
-# 32 bytes, (r, c) lies at (c / 16) * 256 + r * 16 + c % 16.
 SHUFFLED_16X16 = ValueLayout("shuffled_16x16", (16, 32), (16,), (2, 16), order=(1, 0, 2))
 
 VALUE_LAYOUTS: Mapping[str, ValueLayout] = {

@@ -73,7 +73,7 @@ class Gated(Value):
     gradient: jax.typing.ArrayLike | None = None
 
     def __post_init__(self):
-        """Raises TypeError or ValueError for what is no activation."""
+        """Raises TypeError or ValueError for unknown activations and fields that do not fit."""
         row = row_of("Gated", self.name)
         flag("Gated", "interleaved", self.interleaved)
         if not row.has_gate and (self.up is not None or self.interleaved):

@@ -114,10 +114,10 @@ def save_safetensors(
     Raises:
       FileNotFoundError: there is no such folder.
       OSError: the disk refuses the file; an old one is as it was.
-      TypeError: tensors is no dictionary of arrays by name, an array has a dtype that files lack,
-        or an odd number of float4 elements.
+      TypeError: tensors is not a dictionary of arrays by name, or an array has a dtype that files
+        lack, or an odd number of float4 elements.
       ValueError: an array lies on devices of several processes. Two tensors, or two of the notes,
-        would have one name. A name is no Unicode text. The path leads to something else than a
+        would have one name. A name is not Unicode text. The path leads to something else than a
         file.
     """
     op = "save_safetensors"
@@ -313,7 +313,7 @@ def load_safetensors(
     Raises:
       ModuleNotFoundError: safetensors is not installed.
       FileNotFoundError: there is no such file.
-      TypeError: like is no dictionary of arrays.
+      TypeError: like is not a dictionary of arrays.
       ValueError: the path is a folder. The file's metadata are damaged, or describe an array that
         the file lacks, holds twice, or holds with other shapes. A tensor has a dtype that JAX does
         not have (float64 and int64 want jax_enable_x64). A name, shape, dtype, format, axis or

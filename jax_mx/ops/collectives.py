@@ -52,12 +52,12 @@ def all_gather(
     Returns:
       An `MXArray` in q's layouts. Quantizing the gathered floats gives the same bytes, if shards
       hold whole blocks and windows. Its window is q's where joined parts hold whole windows, else
-      32.
+      32. A window "row" becomes 32 where parts are joined along the axis of blocks.
 
     Raises:
-      TypeError: q is no `MXArray` (jax.lax.all_gather gathers others), or axis no int.
-      ValueError: axis is out of range, or parts would be joined inside a tile. The new axis would
-        lie among the axes that tiles or square blocks span.
+      TypeError: q is not an `MXArray` (jax.lax.all_gather gathers others), or axis not an int.
+      ValueError: axis is out of range; parts would be joined inside a tile; or, without `tiled`,
+        the new axis would lie among the axes that tiles or square blocks span.
     """
     op = "all_gather"
     q = _own(op, q)
@@ -98,9 +98,10 @@ def all_to_all(
       An `MXArray` in q's layouts; its window follows the rule of `all_gather`.
 
     Raises:
-      TypeError: q is no `MXArray` (jax.lax.all_to_all moves others), or an axis no int.
-      ValueError: an axis is out of range, its length does not fit the number of shards, or blocks
-        or tiles would be cut.
+      TypeError: q is not an `MXArray` (jax.lax.all_to_all moves others), or an axis not an int.
+      ValueError: an axis is out of range; its length does not fit the number of shards; blocks or
+        tiles would be cut; or, without `tiled`, the new axis would lie among the axes that tiles or
+        square blocks span.
     """
     op = "all_to_all"
     q = _own(op, q)
@@ -141,7 +142,7 @@ def ppermute(q: MXArray, axis_name: AxisName, perm: Sequence[tuple[int, int]]) -
       An `MXArray` like q.
 
     Raises:
-      TypeError: q is no `MXArray`; jax.lax.ppermute moves others.
+      TypeError: q is not an `MXArray`; jax.lax.ppermute moves others.
     """
     send = partial(jax.lax.ppermute, axis_name=axis_name, perm=perm)
     return _moved(_own("ppermute", q), send, {"values": {}, "scales": {}})
@@ -319,7 +320,7 @@ def reshard(q: MXArray, spec: PartitionSpec | NamedSharding) -> MXArray:
       q's.
 
     Raises:
-      TypeError: q is no `MXArray`, or spec of another type.
+      TypeError: q is not an `MXArray`, or spec of another type.
       ValueError: there is no mesh, spec has more entries than q axes, or it names an axis that
         shard_map has taken. Shards would cut blocks or tiles.
     """

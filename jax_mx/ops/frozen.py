@@ -32,10 +32,26 @@ def partition(tree: Any) -> tuple[Any, Any]:
 def combine(trained: Any, frozen: Any) -> Any:
     """The inverse of `partition`: a leaf that is None in one tree comes from the other.
 
+    Args:
+      trained: a pytree, with None where `frozen` has a value.
+      frozen: the same the other way round; both may have None at one place.
+
+    Returns:
+      The tree of both.
+
     Raises:
-      ValueError: the trees are no parts of one.
+      ValueError: the structures differ, or both have a value at one place.
     """
-    return jax.tree.map(lambda a, b: b if a is None else a, trained, frozen, is_leaf=_is_part)
+
+    def either(path: Any, a: Any, b: Any) -> Any:
+        if a is not None and b is not None:
+            raise ValueError(
+                f"combine: both trees have a value at {jax.tree_util.keystr(path) or 'the root'}; "
+                "put None in one of them, as partition does"
+            )
+        return b if a is None else a
+
+    return jax.tree_util.tree_map_with_path(either, trained, frozen, is_leaf=_is_part)
 
 
 def _is_frozen(x: Any) -> bool:

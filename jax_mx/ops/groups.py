@@ -29,12 +29,13 @@ _CHUNK = 256
 class Groups:
     """Tokens sorted by expert, on the device, in arrays whose shapes do not depend on the routing.
 
-    A grouped array has R slots. The slots of expert g are `starts[g]` to `starts[g] + sizes[g]`;
-    the first `counts[g]` of them hold its tokens, in the order of the tokens. All other slots are
-    padding. Every size, and therefore every start, is a multiple of `align`. A pytree; `align` is
-    static. On a mesh with explicit axes each device holds all of it, and needs all of an array that
-    is looked up in it. Under jax.vmap, map the methods as well; `experts` and `num_experts` also
-    take a whole batch of Groups.
+    A grouped array has R slots: T k choices, up to align - 1 more for each expert, rounded up to a
+    multiple of `align` (see `from_experts`). The slots of expert g are `starts[g]` to `starts[g] +
+    sizes[g]`; the first `counts[g]` of them hold its tokens, in the order of the tokens. All other
+    slots are padding. Every size, and therefore every start, is a multiple of `align`. A pytree;
+    `align` is static. On a mesh with explicit axes each device holds all of it, and an array
+    indexed by these slots must be unsplit. Under jax.vmap, map the methods as well; `experts` and
+    `num_experts` also work on a whole batch of Groups.
 
     Attributes:
       rows: int32 (R,), the token in each slot; -1: none.
@@ -83,7 +84,7 @@ class Groups:
           the most that any routing needs.
 
         Raises:
-          TypeError: experts are no integers, or an argument is no int.
+          TypeError: experts are not integers, or an argument is not an int.
           ValueError: another rank, an argument out of range, or more slots than int32 counts.
         """
         op = "Groups.from_experts"
@@ -115,7 +116,7 @@ class Groups:
           Groups of the row numbers, one choice a row.
 
         Raises:
-          TypeError: sizes are no integers, or an argument is no int.
+          TypeError: sizes are not integers, or an argument is not an int.
           ValueError: another rank, an argument out of range, or more slots than int32 counts.
         """
         op = "Groups.from_sizes"

@@ -11,8 +11,8 @@ def concatenate(arrays: Sequence[MXArray], axis: int = 0) -> MXArray:
     """Joins arrays one behind the other, as `jnp.concatenate` does.
 
     Args:
-      arrays: with equal formats, block axes (counted from the end) and layouts. Their shapes differ
-        at most in the length of `axis`.
+      arrays: equal in `format`, `axis`, `block`, `window` and both layouts. Their shapes differ at
+        most in the length of `axis`.
       axis: any axis; blocks stay whole.
 
     Returns:
@@ -21,8 +21,8 @@ def concatenate(arrays: Sequence[MXArray], axis: int = 0) -> MXArray:
       ones.
 
     Raises:
-      TypeError: one is no `MXArray`.
-      ValueError: there are no arrays, or formats, axes, layouts or other lengths differ.
+      TypeError: one is not an `MXArray`.
+      ValueError: there are no arrays, or one of these fields or another length differs.
     """
     return _joined("concatenate", arrays, axis)
 
@@ -31,14 +31,14 @@ def stack(arrays: Sequence[MXArray], axis: int = 0) -> MXArray:
     """Joins arrays of one shape along a new axis, as `jnp.stack` does.
 
     Args:
-      arrays: of one shape, format, block axis and layouts.
+      arrays: of one shape, and equal in `format`, `axis`, `block`, `window` and both layouts.
       axis: the new axis of the result.
 
     Returns:
       An `MXArray` of one dimension more.
 
     Raises:
-      TypeError: one is no `MXArray`.
+      TypeError: one is not an `MXArray`.
       ValueError: there are no arrays, they differ, or square blocks would leave the last two axes.
     """
     op = "stack"
@@ -66,7 +66,7 @@ def swapaxes(q: MXArray, axis1: int, axis2: int) -> MXArray:
       has axis -2. It dequantizes to what q dequantizes to, with the axes swapped.
 
     Raises:
-      TypeError: q is no `MXArray`, or an axis no int.
+      TypeError: q is not an `MXArray`, or an axis not an int.
       ValueError: an axis out of range, or a result that cannot lie in q's layouts.
     """
     op = "swapaxes"

@@ -33,10 +33,10 @@ def mx_matmul_reference(a: MXArray, b: MXArray) -> jax.Array:
       where they share a mesh axis. Leading dimensions, K and split tiles are gathered before.
 
     Raises:
-      TypeError: an operand is no `MXArray`, or its arrays have other dtypes than its format.
-      ValueError: an operand is no matrix or stack of matrices, or its blocks run along another
-        axis. The shapes of scales and values do not fit each other. The two operands differ in K or
-        cannot be broadcast.
+      TypeError: an operand is not an `MXArray`, or its arrays have other dtypes than its format.
+      ValueError: an operand is not a matrix or a stack of matrices, or its blocks run along
+        another axis. The shapes of scales and values do not fit each other. The two operands differ
+        in K or cannot be broadcast.
     """
     op, sides = "mx_matmul_reference", []
     for name, q in (("a", a), ("b", b)):

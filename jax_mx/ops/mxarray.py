@@ -68,12 +68,11 @@ class MXArray:
     jax.numpy's functions refuse an MXArray. `zeros_like` and its kin take anything with a shape and
     a dtype, and give a bare array; `jax.tree.map(jnp.zeros_like, q)` gives an MXArray.
 
-    jax.tree.map treats values and scales alike, which is right for leading dimensions, for rows of
-    row-major scales, and for shards of whole blocks and tiles. After another cut the shapes of
-    values and scales do not fit each other, and the next function refuses the array. `padding` also
-    shows a cut inside a tile of scales. Shapes do not show a permutation (a reversal of rows of
-    tiles). Nor do they show a cut with the shapes of a shard (every 32nd row of (1024, K) with
-    blocks along rows).
+    jax.tree.map treats values and scales alike. Use it only on leading axes, on whole rows of
+    row-major scales, or on whole shards; else index q. After most other cuts the shapes of values
+    and scales do not fit each other, or `padding` shows the cut, and the next function refuses the
+    array. Shapes do not show a permutation (a reversal of rows of tiles). Nor do they show a cut
+    with the shapes of a shard (every 32nd row of (1024, K) with blocks along rows).
 
     The constructor does not check leaves, as JAX puts any object there; `MXArray.from_parts` checks
     them. A format or a layout may be a name.
@@ -94,10 +93,10 @@ class MXArray:
       padding: the numbers of rows and columns of padding in the last tiles of scales, by the
         original shape of the array. New leading dimensions, indices of these, shards and slices of
         whole tiles keep it. A cut inside a tile changes it, and so is noticed.
-      spans: the lengths of the axes that windows run along, by the original shape of the array; 0
-        where windows divide them. A longer array consists of parts that `jax.shard_map` joined, and
-        its window is 32. Other spans make another type of pytree. A loop in shard_map may quantize
-        its carry again along a split axis: it needs a window that shards hold whole, or 32.
+      spans: for each axis that windows run along, its length when the array was made; 0 where
+        windows divide it. `jax.shard_map` may join parts to a longer array, which then has the
+        window 32. Arrays with other spans are other types of pytrees. So a loop in shard_map that
+        quantizes its carry along a split axis needs a window that shards hold whole, or 32.
 
     Raises:
       TypeError: a static field is of the wrong type.
@@ -301,11 +300,11 @@ class MXArray:
           q: a `qwix.QArray` of float8_e4m3fn, float8_e5m2 or float4_e2m1fn, whose scales are powers
             of two, of any float type. A scale covers a multiple of 32 elements along one axis, or
             along each of the last two axes, which gives square blocks. In a traced function a scale
-            that is no power of two becomes NaN.
+            that is not a power of two becomes NaN.
 
         Raises:
-          TypeError: q is no such array.
-          ValueError: it has a zero point, other tiles, or a scale that is no power of two.
+          TypeError: q is not such an array.
+          ValueError: it has a zero point, other tiles, or a scale that is not a power of two.
         """
         return qarrays.from_qarray(cls, q)
 
@@ -569,8 +568,8 @@ def dequantize(
       every implementation gives the same bytes.
 
     Raises:
-      TypeError: q is no `MXArray`, its arrays have other dtypes than its format, or dtype is none
-        of the three.
+      TypeError: q is not an `MXArray`, its arrays have other dtypes than its format, or dtype is
+        not one of the three.
       ValueError: the scales' shape does not belong to the values' shape, or there are no two axes
         to swap.
       NotImplementedError: as for `quantize`.

@@ -128,7 +128,7 @@ class Hadamard(Value):
           A `Hadamard` whose signs are an array: it may be made within jit.
 
         Raises:
-          TypeError, ValueError: it is no single key, or there is no transform of this size.
+          TypeError, ValueError: key is not a single key, or there is no transform of this size.
         """
         size = _size("Hadamard", size)
         _check_key("Hadamard.random", "key", key)

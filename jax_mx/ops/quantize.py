@@ -60,18 +60,20 @@ def quantize(
       zero_scale: the scale's byte of a block of zeros: 0 (2^-127) or 127 (1.0).
       value_layout: a `ValueLayout` or its name: row_major, or shuffled_16x16.
       rounding: None, to nearest even; or a `Stochastic`.
-      hadamard: None, or a `Hadamard` transform along `axis`, whose length its size divides.
+      hadamard: None, or a `Hadamard` transform along `axis`; its size divides the length of `axis`.
       window: the elements along `axis` that share one amax: 32, 128, 256 or "row"; or tiles of
         (128, 128), with square blocks.
       rows: (R,) int32: rows of an x (T, K) are quantized, as (R, K). Numbers outside of 0 to
         T - 1 make zeros.
-      activation: a `Gated` of an x (..., 2 K): the result (..., K) is quantized; with a gradient,
-        the gradient (..., 2 K).
+      activation: a `Gated` of an x (..., 2 K), or (..., K) where `Gated.up` has the ups or the
+        activation has no gate. Its result (..., K) is quantized; with a gradient, the gradient, of
+        x's shape.
       implementation: "cutedsl" (NVIDIA kernels), "flydsl" (AMD kernels), "xla" (plain XLA, runs
         everywhere), or None: the kernel where there is one, else "xla".
 
     Returns:
-      An `MXArray` of x's shape; with transpose, of the shape with `axis` moved last.
+      An `MXArray` of x's shape, or of what `rows` or `activation` make of it; with transpose, of
+      the shape with `axis` moved last.
 
     Raises:
       TypeError: x has another dtype, or an argument is of the wrong type.
@@ -111,7 +113,7 @@ def quantize_both(
     value_layouts: tuple[ValueLayout | str, ValueLayout | str] = ("row_major", "row_major"),
     rounding: Stochastic | tuple[Stochastic | None, Stochastic | None] | None = None,
     hadamard: Hadamard | tuple[Hadamard | None, Hadamard | None] | None = None,
-    window: Window = BLOCK,
+    window: int | str = BLOCK,
     rows: jax.typing.ArrayLike | None = None,
     activation: Gated | None = None,
     implementation: str | None = None,
@@ -130,13 +132,15 @@ def quantize_both(
         transform of 16 may precede MXFP4. Two kernels make other pairs, and each reads x.
       scaling: see `quantize`.
       scale_layout: of both, see `quantize`.
-      transpose: per result; (False, True) gives the second one as (..., K, M), see `quantize`.
+      transpose: (False, True) or (False, False): whether the second result is (..., K, M). The
+        first is never transposed.
       zero_scale: see `quantize`.
       value_layouts: of each, see `quantize`.
       rounding: see `quantize`; a pair, or one for both. Its key is split in two: `quantize` with
         the keys `jax.random.split(key)` gives the same results.
       hadamard: see `quantize`; a pair, or one for both, along the axis of each result.
-      window: of both, each along its own axis: 32, 128, 256 or "row", see `quantize`.
+      window: of both, each along its own axis: 32, 128, 256 or "row", see `quantize`. For (128,
+        128) use `quantize`.
       rows: see `quantize`; 32 divides their number.
       activation: see `quantize`.
       implementation: see `quantize`.

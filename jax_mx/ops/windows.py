@@ -38,7 +38,8 @@ def align(q: MXArray, window: Window) -> MXArray:
       An `MXArray` of q's shape, format and layouts.
 
     Raises:
-      TypeError, ValueError: q is no MXArray, or the window is unknown or does not fit q's blocks.
+      TypeError, ValueError: q is not an `MXArray`, the window is unknown, or it does not fit q's
+        blocks.
       ShardingTypeError: on a mesh with explicit axes, a shard would split a window.
     """
     op = "align"

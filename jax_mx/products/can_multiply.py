@@ -20,20 +20,19 @@ def can_multiply(
         can, why_not = jax_mx.can_multiply(x, w, "bsd,df->bsf")
 
     `dot_general`, `einsum` and `ragged_dot` refuse the same operands, in these words; with
-    `fallback="floats"` they multiply them as floats.
+    `fallback="floats"` they multiply them as floats. A named implementation may take fewer.
 
     Args:
       lhs: an array, an `MXArray`, or `jax.ShapeDtypeStruct`.
       rhs: the same, or a `QuantizedWeight`.
       how: dimension numbers of `dot_general`, subscripts of `einsum`, or the sizes of
         `ragged_dot`'s groups, an array or a `jax.ShapeDtypeStruct`.
-      recipe: of the product.
+      recipe: of the product. With "floats" JAX multiplies, and shapes must fit as it wants them. An
+        unknown recipe is a reason, too.
 
     Returns:
       (True, "") or (False, the reason).
     """
-    if is_floats(recipe):
-        return True, ""
 
     def of_groups(lhs: Any, rhs: Any, sizes: Any) -> None:
         ragged_dot.planned("ragged_dot", lhs, rhs, sizes, None, recipe, None)
@@ -46,11 +45,18 @@ def can_multiply(
             numbers = einsum.numbers_of(*letters)
         dot_general.planned(op, lhs, rhs, numbers, None, None, recipe, None)
 
-    try:
-        if hasattr(how, "dtype"):
-            jax.eval_shape(of_groups, lhs, rhs, how)
+    def of_floats(lhs: Any, rhs: Any, *sizes: Any) -> None:
+        if sizes:
+            ragged_dot.ragged_dot(lhs, rhs, *sizes, recipe=recipe)
+        elif isinstance(how, str):
+            einsum.einsum(how, lhs, rhs, recipe=recipe)
         else:
-            jax.eval_shape(dense, lhs, rhs)
+            dot_general.dot_general(lhs, rhs, how, recipe=recipe)
+
+    sizes = (how,) if hasattr(how, "dtype") else ()
+    product = of_floats if is_floats(recipe) else of_groups if sizes else dense
+    try:
+        jax.eval_shape(product, lhs, rhs, *sizes)
     except (TypeError, ValueError) as error:
         return False, str(error)
     return True, ""

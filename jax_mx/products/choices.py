@@ -82,8 +82,8 @@ class Choice:
 
     Attributes:
       entries: one for each measured call, sorted. `key` has op, chip, operands, how and version,
-        `chosen` the implementation, and `on` the device. `costs` has the microseconds of each
-        candidate, or why it was left out.
+        `chosen` the implementation, or None where the rule decides, and `on` the device. `costs`
+        has the microseconds of each candidate, or why it was left out.
       notes: sentences about the measurement.
     """
 
@@ -154,7 +154,7 @@ class Choice:
 
         Raises:
           OSError: it cannot be read.
-          ValueError: it is no such file, or one of another version.
+          ValueError: it is not such a file, or has another version.
         """
         return _parsed(f"Choice.load: {path}", Path(path).read_bytes())
 

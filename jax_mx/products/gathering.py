@@ -75,7 +75,7 @@ def gather_weight(
       `floats` are zeros, and only take the gradient.
 
     Raises:
-      TypeError: w is no float array, or an argument is of the wrong type.
+      TypeError: w is not an array of floats, or an argument is of the wrong type.
       ValueError: there is no mesh, spec does not fit it or w, or a part cuts blocks or windows.
         Products merge several dimensions into one, and another one than the first is split.
     """

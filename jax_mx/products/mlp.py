@@ -68,18 +68,19 @@ def mlp(
     The recipe says how operands of both products, and of their four gradients, are quantized (see
     `dot_general`). The bits equal the results of `dot_general`, `gated` and `dot_general`, except
     for rounding at random. One function has one derivative: the activation's result is quantized
-    both ways as it is made, and gate and up are kept in MX. The function is differentiable in
-    reverse mode with respect to all arrays.
+    both ways as it is made, and gate and up are kept as `residuals` says. The function is
+    differentiable in reverse mode with respect to all arrays.
 
     Args:
       x: bfloat16, float16 or float32 (..., D). 32 divides D; the number of rows is free. On
         automatic meshes set the mesh (jax.set_mesh): without it, an x that is split along another
         axis than the first is gathered.
       w_gate_up: (D, 2 I), all gates, then all ups; (D, I) for an activation without a gate. It is
-        floats of any type, a result of `recipe.quantize_weight`, or a frozen `MXArray`, also (2 I,
-        D), with its blocks along D. 32 divides I. It may be a pair of these, (D, I) for gates and
-        (D, I) for ups, as checkpoints have them. x is quantized once for both; the gradient of x is
-        the sum of both parts, added in x's dtype.
+        floats (bfloat16, float16 or float32, not necessarily x's), a result of
+        `recipe.quantize_weight`, or a frozen `MXArray`, also (2 I, D), with its blocks along D. 32
+        divides I. It may be a pair of these, (D, I) for gates and (D, I) for ups, as checkpoints
+        have them. x is quantized once for both; the gradient of x is the sum of both parts, added
+        in x's dtype.
       w_down: (I, N), of the same types.
       b_gate_up: floats (2 I,), or None; with a pair of weights a pair of these, each (I,). The
         product is rounded to x's dtype, the bias is added in float32, and the sum is rounded again.

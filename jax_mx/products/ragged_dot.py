@@ -58,7 +58,8 @@ def ragged_dot(
       preferred_element_type: of the result: bfloat16, float16 or float32; the type of lhs by
         default.
       group_offset: None; the argument exists for JAX's signature.
-      recipe: the rule for floats, see `dot_general`; a window "row" of wgrad is refused.
+      recipe: the rule for floats, see `dot_general`. The windows "row" and "shard" of wgrad are
+        refused, so `MXFP8_ROWS` is; take `MXFP8_WINDOWS`.
       implementation: None takes the fastest one that is measured or known. "xla" is plain and runs
         everywhere. "cutedsl" has our kernels on Hopper; "cutedsl_r8" and its kin fix the rows in a
         tile, and do not serve gradients of rhs. "flydsl" has our kernels on AMD's chips, "tcgen05"

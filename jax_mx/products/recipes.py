@@ -152,7 +152,16 @@ class Recipe(Value):
     quantized from its floats, except for tokens that `moe` moved as codes. A frozen value and a
     pytree: its keys and signs are data, all else is static. Recipes are equal if their static parts
     are equal and their keys and signs are the same arrays. So a recipe may be a static argument of
-    `jax.jit`.
+    `jax.jit`. These have names:
+
+    - `MXFP8`: E4M3 everywhere, scales rounded up.
+    - `MXFP8_ROWS`: the same for Hopper's FP8 tensor cores, whose sums want one scale. Elements of a
+      row share an amax, in wgrad the rows that a device holds.
+    - `MXFP8_WINDOWS`: the same for experts there, whose rows are a group's: 256 elements share an
+      amax.
+    - `MXFP8_HYBRID`: E5M2 for gradients, E4M3 for the rest.
+    - `MXFP4`: MXFP4 in all three products, with a Hadamard transform of 16 elements in wgrad.
+    - `BF16`: nothing is quantized; operands are rounded to bfloat16.
 
     Attributes:
       lhs: format of the activations.
@@ -163,8 +172,8 @@ class Recipe(Value):
       window: the number of elements along the contracted axis that share an amax: 32, 128, 256 or
         "row", see `quantize`. A product may name another one. FP8 tensor cores multiply arrays of
         windows wider than 32.
-      weight_window: of rhs instead, in all products; also (128, 128), which makes square blocks.
-        None: the same as the others.
+      weight_window: the window of rhs in all products, instead of `window`; also (128, 128), which
+        makes square blocks. None: the same as the others.
       forward: a `Product` that says how the forward product differs, or None. "bf16" or a format
         stands for `Product(format=...)`.
       dgrad: the same for dgrad.
@@ -360,7 +369,7 @@ class Recipe(Value):
           data: an integer from 0 to 2^32 - 1, see `jax.random.fold_in`.
 
         Raises:
-          TypeError: data is no integer.
+          TypeError: data is not an integer.
           ValueError: it is out of range.
         """
         op = "fold_in"
@@ -467,21 +476,16 @@ PRODUCTS = ("forward", "dgrad", "wgrad")
 # The products that take each operand, first along its contracted, then along its free axis.
 _USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": ("dgrad", "wgrad")}
 
-# E4M3 everywhere, scales rounded up, to nearest: arXiv 2506.08027 v2, TransformerEngine's
-# MXFP8BlockScaling. E5M2 gradients diverged at 8B parameters:
-# NVIDIA-NeMo/Megatron-Bridge#638.
+# arXiv 2506.08027 v2, TransformerEngine's MXFP8BlockScaling. E5M2 gradients diverged at 8B
+# parameters: NVIDIA-NeMo/Megatron-Bridge#638.
 MXFP8 = Recipe()
-# The same for Hopper's FP8 tensor cores, whose sums want one scale: elements of a row share an amax
-# where sums run over features, rows that a device holds where they run over tokens. So no amax
-# crosses devices that split tokens.
+# Sums over tokens run over rows that a device holds, so no amax crosses devices that split tokens.
 MXFP8_ROWS = Recipe(window=ROW, wgrad=Product(window=SHARD))
-# And for experts there, whose rows are a group's: 256 elements share an amax.
 MXFP8_WINDOWS = Recipe(window=256)
-# E5M2 for gradients: TransformerEngine's Format.HYBRID.
+# TransformerEngine's Format.HYBRID.
 MXFP8_HYBRID = Recipe(gradient=MXFP8_E5M2)
-# MXFP4 in all three products; the gradient of the weights is what breaks training, and a
-# deterministic Hadamard transform of its operands holds it, which stochastic rounding and random
-# signs do not: arXiv 2605.09825.
+# The gradient of the weights is what breaks training, and a deterministic Hadamard transform of its
+# operands holds it, which stochastic rounding and random signs do not: arXiv 2605.09825.
 MXFP4 = Recipe(MXFP4_E2M1, MXFP4_E2M1, MXFP4_E2M1, wgrad=Product(hadamard=Hadamard(16)))
 
 
@@ -498,14 +502,14 @@ def mxfp4_backward(key: jax.Array) -> Recipe:
         `recipe.fold_in(17)`.
 
     Raises:
-      TypeError: key is no key, when the recipe is used.
+      TypeError: key is not a key, when the recipe is used.
     """
     rotated = Product(MXFP4_E2M1, Hadamard(16), Stochastic(key))
     return Recipe(dgrad=rotated, wgrad=rotated)
 
 
-# Nothing is quantized but rounded to bfloat16: what the others are compared with. Of weights that
-# are MX already, what is multiplied with them stays floats.
+# What the others are compared with. Of weights that are MX already, what is multiplied with them
+# stays floats.
 BF16 = Recipe(forward=_BF16, dgrad=_BF16, wgrad=_BF16)
 # The recipe "floats" where a layer's own derivative follows one; of single products JAX has it.
 AS_THEY_ARE = Recipe(forward=FLOATS, dgrad=FLOATS, wgrad=FLOATS)

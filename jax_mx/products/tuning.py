@@ -80,7 +80,7 @@ def calls_in(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
     """The calls in the trace of a function, the same ones together, and notes on them.
 
     Raises:
-      TypeError: f is no function.
+      TypeError: f is not a function.
     """
     if not callable(f):
         raise TypeError(f"{op}: f must be a function, got {shown(f)}")
@@ -313,11 +313,11 @@ def explain(
         default one.
 
     Returns:
-      A row for each product, see `Explained`.
+      An `Explanation`, with a row in `calls` for each distinct product; `print` shows a table.
 
     Raises:
-      TypeError, ValueError: f is no function, the device no device, or JAX_MX_TUNING's file cannot
-        be read.
+      TypeError, ValueError: f is not a function, device is neither a device nor a chip's name, or
+        JAX_MX_TUNING's file cannot be read.
       NotImplementedError: an implementation that f names does not serve its product.
     """
     place = place_of(args, device)

@@ -41,7 +41,7 @@ def quantize_weights(
       recipe: of the products, see `dot_general`.
       stacked: the number of leading axes that count layers, for `jax.lax.scan`.
       select: tells from a path of `jax.tree_util` and an array whether this is a weight; None:
-        every array that could be one is.
+        every array that could be one is, also embedding tables. Leave these out by `select`.
 
     Returns:
       The tree with a `QuantizedWeight` in place of each array of floats (K, N), behind stacked
@@ -49,7 +49,7 @@ def quantize_weights(
       arrays with more axes, whose contracted axes `Recipe.quantize_weight` takes.
 
     Raises:
-      TypeError, ValueError: the recipe is none, or stacked is no number of axes.
+      TypeError, ValueError: the recipe is invalid, or stacked is not a number of axes.
     """
     try:
         axes = whole(stacked)
