@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
-NOT_THE_AUTHORS = ("__main__", "cutlass", "flydsl", "importlib", "jax_mx")  # of a kernel
+NOT_THE_AUTHORS = {"__main__", "cutlass", "flydsl", "jax_mx", *sys.stdlib_module_names}
 
 
 def without_jax() -> None:
