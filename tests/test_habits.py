@@ -255,7 +255,7 @@ def test_the_path_of_a_tensor(without_code):
         with lowered_apart(), followed(kinds) as lowered[platform]:
             call.lower(lowering_platforms=(platform,))
     assert traced + lowered["cpu"] == said
-    assert traced + lowered["cuda"] == [*said[:14], "launch/calls", "launch/private"]
+    assert traced + lowered["cuda"] == [*said[:14], "launch/calls"]
     assert len(said) <= MOST
 
 

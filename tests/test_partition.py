@@ -510,9 +510,6 @@ def test_a_products_shard_is_a_kernel(on_hopper):
     text = shard_on_hopper(text, "product", n, (*avals, like), result, splits)
     assert text.count("@jax_mx_launch") == 1 and "x1024xf8E4M3FN" in text
     assert "reduce_scatter" in text and "all_reduce" not in text
-    # XLA's scheduler reads the time of the kernel, in a function of its own: see `_in_function`.
-    (took,) = re.findall(r'latency_metadata = "(\d+)"', text)
-    assert 0.8e3 < int(took) < 1e3 and 'inlineable = "false"' in text  # 1 GFLOP, 2.7 MB
 
 
 def test_a_program_for_devices_that_are_not_here_carries_its_kernels():

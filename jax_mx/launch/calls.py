@@ -6,20 +6,19 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import ffi
 from jax.interpreters import mlir
+from jaxlib.mlir import ir
 
 from jax_mx.launch import compiler, private, store
 from jax_mx.launch.binary import Binary
 from jax_mx.launch.chips import arch_of
 from jax_mx.launch.rule import call_attributes
-from jax_mx.launch.speeds import MOVES, Work, seconds
 
 logger = logging.getLogger("jax_mx")
 
@@ -88,7 +87,6 @@ def emit(
     kernels: Mapping[str, Mapping[str, Any]],
     layouts: Sequence[Sequence[int]] | None = None,
     batch: int | None = None,
-    work: Work = MOVES,
     **attributes: Any,
 ) -> Any:
     """The custom call that launches a kernel.
@@ -99,7 +97,6 @@ def emit(
       kernels: see `kernels_of`.
       layouts: of operands, then of results, from minor to major; None: row-major.
       batch: how many leading dimensions XLA may split, all alike; None: none.
-      work: of the kernel, beside its moves.
       attributes: of `rule.call_attributes`.
     """
     n = len(ctx.avals_in)
@@ -107,43 +104,28 @@ def emit(
         store.TARGET,
         operand_layouts=None if layouts is None else layouts[:n],
         result_layouts=None if layouts is None else layouts[n:],
-        extra_attributes=_attributes(ctx, kernels, batch, work),
+        extra_attributes=None if batch is None else _sharding_attributes(ctx, batch),
     )
-    call = functools.partial(rule, ctx, **call_attributes(kernels, **attributes))
-    return private.in_function(ctx, call, operands) if private.of_shard() else call(*operands)
+    return rule(ctx, *operands, **call_attributes(kernels, **attributes))
 
 
-def _attributes(
-    ctx: mlir.LoweringRuleContext, chips: Iterable[str], batch: int | None, work: Work
-) -> dict[str, Any]:
-    """The attributes that XLA's scheduler and its partitioner read.
-
-    The scheduler hides collectives behind calls. It takes a call for 10 us, unless
-    `latency_metadata` says how many ns the call takes: a product takes a hundred times as long.
-    """
-    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
-    if not all(isinstance(n, int) for aval in avals for n in aval.shape):
-        return {}  # shape-polymorphic: neither has numbers
-    sharding = {} if batch is None else _sharding_attributes(ctx, batch)
-    moved = sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
-    took = max(seconds(chip, moved, work) for chip in chips)
-    read = {"latency_metadata": str(round(1e9 * took))}
-    read |= {"num_batch_dims": str(batch)} if sharding else {}
-    return {**sharding, "mhlo.frontend_attributes": mlir.ir_attribute(read)}
-
-
-def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict[str, Any]:
+def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | None:
     """The attributes by which the partitioner splits the call along `batch` dimensions."""
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    if not all(isinstance(n, int) for aval in avals for n in aval.shape):
+        return None  # shape-polymorphic: sharding rules need numbers
     if len({aval.shape[:batch] for aval in avals}) > 1:
-        return {}  # leading dimensions differ: a program of one device
+        return None  # leading dimensions differ: a program of one device
     # A factor for each other dimension, none of them shared.
     names = map("d{}".format, itertools.count())
     terms = [["...", *itertools.islice(names, len(aval.shape) - batch)] for aval in avals]
     n = len(ctx.avals_in)
     sides = [", ".join(" ".join(term) for term in side) for side in (terms[:n], terms[n:])]
-    types = private.types_of(avals)
+    types: list[ir.Type] = [
+        ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in avals
+    ]
     return {
+        "mhlo.frontend_attributes": mlir.ir_attribute({"num_batch_dims": str(batch)}),
         "sdy.sharding_rule": private.sharding_rule(
             " -> ".join(sides),
             types[:n],

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +19,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
 from jaxlib.mlir.dialects import stablehlo as hlo
 
 # Private to JAX, all of it; used here alone, pinned by tests/test_primitive.py.
@@ -290,56 +288,13 @@ def shard_module(
     no_mesh = jax.sharding.use_abstract_mesh(none)
     with no_mesh, core.extend_axis_env_nd(sizes.items()):
         jaxpr = jax.make_jaxpr(shard)(*operands)
-        token = _of_shard.set(True)
-        try:
-            return modules.build_mlir_module_helper(
-                jaxpr,
-                name=name,
-                platforms=[platform],
-                backend=backend,
-                axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(sizes)),
-            )
-        finally:
-            _of_shard.reset(token)
-
-
-_of_shard: ContextVar[bool] = ContextVar("of_shard", default=False)
-
-
-def of_shard() -> bool:
-    """Whether the module of a shard is lowered."""
-    return _of_shard.get()
-
-
-def in_function(
-    ctx: mlir.LoweringRuleContext, emit: Callable, operands: Sequence[ir.Value]
-) -> Sequence[Any]:
-    """A call of a shard in a function of its own, where its frontend attributes stay.
-
-    XLA's partitioner puts a shard's operations in place of the call that it splits, and gives each
-    of them the attributes of that call. It does not look into functions, and drops the attribute
-    that keeps this one from being inlined before.
-
-    Args:
-      ctx: JAX's, of a lowering rule.
-      emit: gives the call's results, of operands.
-      operands: MLIR values.
-    """
-    module, results = ctx.module_context, types_of(ctx.avals_out)
-    function = func.FuncOp("mx_call", ([o.type for o in operands], results), ip=module.ip)
-    function.attributes["sym_visibility"] = ir.StringAttr.get("private")
-    module.symbol_table.insert(function)
-    with ir.InsertionPoint(function.add_entry_block()):
-        func.ReturnOp([*emit(*function.arguments)])
-    name = ir.FlatSymbolRefAttr.get(function.name.value)
-    call = func.CallOp(results, name, [*operands])
-    call.attributes["mhlo.frontend_attributes"] = mlir.ir_attribute({"inlineable": "false"})
-    return [*call.results]
-
-
-def types_of(avals: Iterable[Any]) -> list[ir.Type]:
-    """MLIR's types of arrays."""
-    return [ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in avals]
+        return modules.build_mlir_module_helper(
+            jaxpr,
+            name=name,
+            platforms=[platform],
+            backend=backend,
+            axis_context=sharding_impls.SPMDAxisContext(mesh, frozenset(sizes)),
+        )
 
 
 bytecode = modules.module_to_bytecode

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from jax_mx.launch import calls, compiler, private, store
 from jax_mx.launch import chips as chip_table
 from jax_mx.launch.calls import batched, say_once
 from jax_mx.launch.private import define, vary_alike
-from jax_mx.launch.speeds import MOVES, Work
 from jax_mx.launch.targets import Target, target_of
 from jax_mx.lowering import registry
 from jax_mx.lowering.plan import AnyPlan, Plan, ProductPlan
@@ -114,26 +112,10 @@ def _call(
         merge = view.merge
     absent = [signature.number(name) for name in plan.lacks]
     splits = not signature.has_replicated  # see there
+    where = {"merge": merge, "absent": absent, "device": device}
     return calls.emit(
-        ctx,
-        *operands,
-        kernels=kernels,
-        layouts=layouts,
-        batch=batch if splits else None,
-        work=_work_of(plan, ctx.avals_in, ctx.avals_out),
-        merge=merge,
-        absent=absent,
-        device=device,
+        ctx, *operands, kernels=kernels, layouts=layouts, batch=batch if splits else None, **where
     )
-
-
-def _work_of(plan: AnyPlan, operands: Sequence[Any], results: Sequence[Any]) -> Work:
-    """The work of a call of arrays with these shapes, besides its moves."""
-    if plan.op not in ("matmul", "matmul_fp8", "wgrad", "wgrad_fp8"):
-        return MOVES
-    # Each element of x meets an element of each of y's columns.
-    flop = 2 * math.prod(operands[0].shape) * results[0].shape[-1]
-    return Work(flop, plan.op.endswith("fp8"))
 
 
 def _call_and_pack(ctx: mlir.LoweringRuleContext, *operands, op: Op, plan: Plan, **call: Any):
