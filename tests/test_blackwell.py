@@ -425,11 +425,13 @@ def perceptron(interleaved=False):
     return jax.grad(loss, (0, 1, 2)), [jnp.asarray(a, jnp.bfloat16) for a in operands]
 
 
-def both_ways(formats, **how):
+def both_ways(formats, **options):
     """The answers of a B300 and an H100 to a quantizer of both directions, with tiles."""
-    how = {"preprocessing": (NO_PREPROCESSING,) * 2, "transpose": True} | how
-    how |= {"scaling": Scaling.RCEIL, "value_layouts": (ROW_MAJOR_VALUES,) * 2}
-    plan = Plan("quantize_both", np.dtype("bfloat16"), formats, scale_layout=BLOCKED_128X4, **how)
+    options = {"preprocessing": (NO_PREPROCESSING,) * 2, "transpose": True} | options
+    options |= {"scaling": Scaling.RCEIL, "value_layouts": (ROW_MAJOR_VALUES,) * 2}
+    plan = Plan(
+        "quantize_both", np.dtype("bfloat16"), formats, scale_layout=BLOCKED_128X4, **options
+    )
     with registry.by_tables():
         return [registry.chosen(plan, "cuda", [chip]) for chip in ("sm_103", "sm_90")]
 
@@ -458,8 +460,8 @@ def test_square_blocks_are_written_for_each_reader(format, on_blackwell):
         assert (form.array.block, form.array.window) == (want.block, want.window)
         for mine, theirs in ((form.array.values, want.values), (form.array.scales, want.scales)):
             assert_bits_equal(mine, theirs)
-    own = (Preprocessing(window=SQUARE),) * 2
-    served = both_ways((FORMATS[format],) * 2, preprocessing=own)
+    squares_of_both = (Preprocessing(window=SQUARE),) * 2
+    served = both_ways((FORMATS[format],) * 2, preprocessing=squares_of_both)
     assert [s.implementation for s in served] == ["cutedsl", "xla"]
 
 
@@ -467,10 +469,10 @@ def test_square_blocks_are_written_for_each_reader(format, on_blackwell):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_gradients_in_tiles_are_those_in_rows(interleaved, on_blackwell):
     step, operands = perceptron(interleaved)
-    own = step(*operands)
+    in_tiles = step(*operands)
     with targets.traced_for(("sm_90",)):
-        other = step(*operands)
-    for mine, theirs in zip(own, other, strict=True):
+        in_rows = step(*operands)
+    for mine, theirs in zip(in_tiles, in_rows, strict=True):
         assert_equal(mine, np.asarray(theirs, np.float32))
 
 
@@ -616,8 +618,8 @@ def test_xla_brings_no_scales_into_tiles(layer, without_code, monkeypatch):
     if layer == "rows":
         monkeypatch.setattr(operand, "layout_for_trace", lambda *_: ROW_MAJOR)
     step, operands = squares(172) if layer == "rows" else layer()  # JAX keeps what it traced
-    how = {"platforms": ("cuda",), "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
-    program = jax.export.export(jax.jit(lambda *args: step(*args)), **how)
+    options = {"platforms": ("cuda",), "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    program = jax.export.export(jax.jit(lambda *args: step(*args)), **options)
     text = program(*operands).mlir_module()
     assert "@mosaic_gpu_v2" in text
     swizzled = re.findall(r"stablehlo.transpose .*x4x32x\d+x4xui8>", text)

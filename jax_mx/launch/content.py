@@ -46,5 +46,5 @@ def key_of(binary: Binary, arch: str, files: Files | None = None) -> str:
     """
     dsl = binary.implementation
     files = (*binary.files(arch), *files_of(dsl)) if files is None else files
-    what = (_digest(files), *sorted(COMPILERS[dsl].items()), binary.name, arch)
-    return hashlib.sha256(" ".join(map(str, what)).encode()).hexdigest()
+    parts = (_digest(files), *sorted(COMPILERS[dsl].items()), binary.name, arch)
+    return hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()

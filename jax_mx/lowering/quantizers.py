@@ -212,21 +212,21 @@ def _quantize_reference(x, *block_data, plan: Plan):
     if plan.source:
         return _quantize_via_floats(x, *block_data, plan=plan)
     out = []
-    each = zip(
+    quantized = zip(
         plan.view.results,
         plan.formats,
         plan.preprocessing,
         _by_direction(plan, block_data),
         strict=True,
     )
-    for result, format, own, data in each:
+    for result, format, own, data in quantized:
         noise, last = None, (result.block, result.last)
         if own.stochastic:
             noise = jnp.moveaxis(reference.noise(data["seeds"], result.block), *last)
         y = _scaled_elements(x, result, own, data)
         along = plan.view.along(result)
         if own.window == SQUARE:
-            along = tuple(d for each in plan.view.results for d in each.block)
+            along = tuple(d for result_view in plan.view.results for d in result_view.block)
         amax = _amaxes(y, result, own, data, along)
         amax = amax if amax is None else jnp.moveaxis(amax, *last)
         blocks, scaling = jnp.moveaxis(y, *last), cast(Scaling, plan.scaling)

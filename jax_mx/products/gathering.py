@@ -283,8 +283,8 @@ def _forms(
     across: tuple[Names, Names] = ((), ()),
 ) -> tuple[ProductOperand, ProductOperand]:
     """Both forms; `across`: the axes of a shard_map that split either contracted axis."""
-    how: dict[str, Any] = {"across": across, "joined": static.mesh}
-    first, second = dataclasses.replace(Unquantized.of(side, w, recipe), **how).forms()
+    options: dict[str, Any] = {"across": across, "joined": static.mesh}
+    first, second = dataclasses.replace(Unquantized.of(side, w, recipe), **options).forms()
     return first, second
 
 

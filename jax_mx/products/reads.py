@@ -58,12 +58,12 @@ def _has_whole_tiles(
     mesh = joined if mesh.empty else mesh
     if of is None or not layout.is_tiled or (mesh.manual_axes and not is_local):
         return False
-    like = of()
+    operand = of()
     unit = math.lcm(layout.pad[0], layout.pad[1] * BLOCK)
     unit *= math.prod(mesh.shape[name] for name in mesh.auto_axes)
-    split = getattr(like.sharding, "spec", ())
-    entries = (*split, *[None] * (len(like.shape) - len(split)))
-    for n, axes in [*zip(like.shape, entries, strict=True)][-2:]:
+    split = getattr(operand.sharding, "spec", ())
+    entries = (*split, *[None] * (len(operand.shape) - len(split)))
+    for n, axes in [*zip(operand.shape, entries, strict=True)][-2:]:
         names = (axes,) if isinstance(axes, str) else axes or ()
         if n % (unit * math.prod(mesh.shape[name] for name in names)):
             return False
