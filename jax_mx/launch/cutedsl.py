@@ -5,7 +5,6 @@ The processes that compile import this module; a library does not.
 
 from __future__ import annotations
 
-import importlib
 import io
 import struct
 import tempfile
@@ -43,7 +42,7 @@ class Kernel(entry.Entry):
 
 def compile_module(binary, arch: str) -> tuple[bytes, dict[str, Any]]:
     """A `ModuleBinary` for an arch: the cubin, and its manifest entry but for names and hashes."""
-    entries = importlib.import_module(binary.module).entries(binary.dtypes, arch)
+    entries = entry.entries_of(binary, arch)
     rules = lambda usage: entry.launches({entry.ONLY: entries}, usage)  # noqa: E731
     return compile_entries(binary.name, arch, entries, rules)
 

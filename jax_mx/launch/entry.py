@@ -1,5 +1,6 @@
 """An entry of a binary, in whichever DSL, and its launch rule; see ffi/launch.cc."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,25 @@ class Entry:
 def json_of(words: Sequence) -> list[JSON]:
     """Words of rule.py as JSON; those that are JSON already stay."""
     return [word.to_json() if hasattr(word, "to_json") else word for word in words]
+
+
+def entries_of(binary: Any, arch: str) -> Sequence[Entry]:
+    """The entries that the module of a `ModuleBinary` lists for an arch.
+
+    Raises:
+      ValueError: a mistake in them, for which compilers have no words.
+    """
+    entries = importlib.import_module(binary.module).entries(binary.dtypes, arch)
+    if not isinstance(entries, (list, tuple)):
+        raise ValueError(f"{binary.module}.entries returned no list; return a list of entries")
+    for entry in entries:
+        align, types = len(entry.align), len(entry.types)
+        if types and align != types:
+            name = type(entry).__name__
+            raise ValueError(
+                f"{name}: align has {align}, types has {types}; both have one for each buffer"
+            )
+    return entries
 
 
 def launches(

@@ -27,7 +27,7 @@ SPILLS = ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
 def compile_module(binary, arch: str) -> tuple[bytes, dict[str, Any]]:
     """A `ModuleBinary` for an arch: the code object, and its manifest entry but for hashes."""
     with prepared(arch):
-        entries = importlib.import_module(binary.module).entries(binary.dtypes, arch)
+        entries = entry.entries_of(binary, arch)
         rules = lambda usage: entry.launches({entry.ONLY: entries}, usage)  # noqa: E731
         return compile_entries(binary.name, arch, entries, rules)
 

@@ -37,34 +37,13 @@ def without_jax() -> None:
     sys.path[:] = [path for path in sys.path if path != here]
 
 
-def mistake(binary, arch: str) -> str:
-    """A mistake in the entries that a module lists, for which compilers have no words; or ""."""
-    module = sys.modules.get(getattr(binary, "module", ""))
-    if module is None:
-        return ""
-    entries = module.entries(binary.dtypes, arch)
-    if not isinstance(entries, (list, tuple)):
-        return f"{binary.module}.entries returned no list; return a list of entries"
-    for entry in entries:
-        align, types = len(entry.align), len(entry.types)
-        if types and align != types:
-            name = type(entry).__name__
-            return f"{name}: align has {align}, types has {types}; both have one for each buffer"
-    return ""
-
-
 def compiled(binary, arch: str) -> tuple[bytes, dict[str, Any]]:
     """The bytes of a binary, and its facts: name, abi, key, sha256, launches."""
     from jax_mx.launch.content import key_of
     from jax_mx.launch.rule import ABI
 
     module, _, function = binary.compiled_by.partition(":")
-    try:
-        image, facts = getattr(importlib.import_module(module), function)(binary, arch)
-    except Exception as error:
-        if why := mistake(binary, arch):
-            raise ValueError(why) from error
-        raise
+    image, facts = getattr(importlib.import_module(module), function)(binary, arch)
     names = {
         "name": f"{binary.name}.{arch}",
         "abi": ABI,  # of the launch rules
