@@ -153,7 +153,7 @@ class Output:
 
 def outputs_of(form: Form, formats: Sequence[Format], kinds: Sequence[Kind] = ()) -> list[Output]:
     """The quantized arrays of a form, in its order; `kinds`: their preprocessing, or none."""
-    dequantized = [result_kind.dequantized for result_kind in kinds] or [False] * len(formats)
+    dequantized = [mode.dequantized for mode in kinds] or [False] * len(formats)
     results = zip(formats, form.directions, dequantized, strict=True)
     return [Output(*facts) for facts in results]
 

@@ -42,35 +42,33 @@ class WholeBlocks(Kernel):
           extra: see `extra`.
           share: the place of these elements in their block.
         """
-        result_kind: cutlass.Constexpr = self.kind(o)
+        mode: cutlass.Constexpr = self.kind(o)
         # The dtype of the elements that are scaled.
-        dtype: cutlass.Constexpr = "float32" if result_kind.hadamard else self.dtype
+        dtype: cutlass.Constexpr = "float32" if mode.hadamard else self.dtype
         (loaded, known), (prescale, *flips) = data, extra
         floats = []
-        if const_expr(result_kind.changes_elements):
-            if const_expr(result_kind.hadamard):
-                held = preprocessed.flipped(
-                    held, loaded[-1], known, flips, share, result_kind.hadamard
-                )
-            floats = preprocessed.elements(result_kind, self.dtype, held, share, prescale)
+        if const_expr(mode.changes_elements):
+            if const_expr(mode.hadamard):
+                held = preprocessed.flipped(held, loaded[-1], known, flips, share, mode.hadamard)
+            floats = preprocessed.elements(mode, self.dtype, held, share, prescale)
             if const_expr(dtype == "float32"):
                 held = [convert.float_to_bits(value) for value in floats]
-        if const_expr(result_kind.window == ROW):
+        if const_expr(mode.window == ROW):
             amax = loaded[-1]
         else:
             word = held[0]
             for w in range_constexpr(1, len(held)):
                 word = convert.larger_magnitude(word, held[w], dtype, self.arch)
-            lanes: cutlass.Constexpr = share.sharers * blocks_of(result_kind.window)
+            lanes: cutlass.Constexpr = share.sharers * blocks_of(mode.window)
             for k in range_constexpr(lanes.bit_length() - 1):
                 other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
                 word = convert.larger_magnitude(word, other, dtype, self.arch)
             amax = convert.largest_magnitude_bits(word, dtype)
-        if const_expr(not result_kind.changes_elements):
+        if const_expr(not mode.changes_elements):
             scale, inverse = self.scale_of(amax, self.formats[o], rule)
-            by: cutlass.Constexpr = scale if result_kind.dequantized else None
+            by: cutlass.Constexpr = scale if mode.dequantized else None
             return self.codes(held, inverse, self.formats[o], by), scale
-        element_type: cutlass.Constexpr = (result_kind, self.dtype)
+        element_type: cutlass.Constexpr = (mode, self.dtype)
         amax = convert.float_to_bits(
             preprocessed.finished(*element_type, convert.bits_to_float(amax), prescale)
         )
@@ -80,11 +78,11 @@ class WholeBlocks(Kernel):
         if const_expr(preprocessed.is_exact(*element_type)):
             if amax < Uint32(preprocessed.SMALL):
                 settled = [preprocessed.settled(*element_type, value, prescale) for value in floats]
-                self.preprocessed_codes(result_kind, settled, by, loaded, share, rP)
+                self.preprocessed_codes(mode, settled, by, loaded, share, rP)
             else:
-                self.preprocessed_codes(result_kind, floats, by, loaded, share, rP)
+                self.preprocessed_codes(mode, floats, by, loaded, share, rP)
         else:
-            self.preprocessed_codes(result_kind, floats, by, loaded, share, rP)
+            self.preprocessed_codes(mode, floats, by, loaded, share, rP)
         return [rP[i] for i in range(share.elements // 8)], scale
 
     @staticmethod
@@ -182,8 +180,8 @@ class Flat(WholeBlocks):
         n, places, rows, cols, *_ = scalars
         if const_expr(self.dequantized):
             places = places // BLOCK  # blocks, whose scales nobody wants
-        result_scalars = self.of_result(scalars, 0)
-        rule, extra = self.rule(result_scalars), self.extra(result_scalars)
+        settings = self.of_result(scalars, 0)
+        rule, extra = self.rule(settings), self.extra(settings)
         elements: cutlass.Constexpr = self.tile.elements
         unroll: cutlass.Constexpr = self.tile.unroll
         sharers: cutlass.Constexpr = BLOCK // elements  # threads that share a block
@@ -209,7 +207,7 @@ class Flat(WholeBlocks):
                 block, offset, inside = locate(self.layout, first, mine, places, rows, cols)
             steps.append(block * sharers + tid % sharers)
             if const_expr(self.tiles_values):
-                tiles = result_scalars["value_tiles"] != Int32(0)
+                tiles = settings["value_tiles"] != Int32(0)
                 stores.append(self.stored_as(block, cols, tiles) * sharers + tid % sharers)
             else:
                 stores.append(steps[u])
