@@ -103,7 +103,7 @@ class Flat(Kernel):
 
     @flyc.jit
     def store(self, words, scaling, arrays, sizes, tiles, strip, first):
-        """Stores codes and scales of a lane's rounds; `scaling` is its own round's scale and inverse."""
+        """Stores codes and scales of a lane's rounds; `scaling`: scale and inverse of one."""
         (scale, inverse), format, lane = scaling, self.formats[0], convert.lane_id()
         values, scales = arrays["codes_0"], arrays["scales_0"]
         mine = lane % self.sharers
