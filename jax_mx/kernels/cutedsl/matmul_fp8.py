@@ -208,8 +208,8 @@ class Windows(Pipeline):
                         of_w = i
                         if const_expr(self.product.parted):
                             # `mW` does not know its sizes: see `ProductEntry.parameters`.
-                            each = blocks * BLOCK // LINE // parts
-                            part, of_w = i // each, i % each
+                            per_part = blocks * BLOCK // LINE // parts
+                            part, of_w = i // per_part, i % per_part
                             tsW, tgW = self.partition(aw, mW[None, None, part], into_w, n0)
                         cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                         with cute.arch.elect_one():
@@ -313,7 +313,7 @@ class Windows(Pipeline):
                 row, end, n0 = self.place(index, here, across, t, width)
                 before = self.before(here, t, width)
                 to = y.toint() + before * self.size_in_bytes(result)
-                own: cutlass.Constexpr = dict(zip(self.epilogue, rest, strict=True))
+                operands: cutlass.Constexpr = dict(zip(self.epilogue, rest, strict=True))
                 lines: cutlass.Constexpr = [
                     (row + my_row + 64 * h + 8 * r, 64 * h + 2 * r)
                     for h in range(self.halves)
@@ -325,7 +325,7 @@ class Windows(Pipeline):
                     for e in range(2)
                 ]
                 every = cute.make_tensor(sums.iterator, cute.make_layout(64 * self.halves))
-                self.finish_all(own, every, lines, its, here[0], end, width, before)
+                self.finish_all(operands, every, lines, its, here[0], end, width, before)
                 self.results(to, sums, row + my_row, end, n0 + mine * 128, q, width, result)
                 index += clusters
                 here = self.seek(index, here, sizes, length, groups, across)
@@ -396,8 +396,8 @@ class Windows(Pipeline):
 
     def operand(self, base, at: int, dtype, rows: int):
         """The stages of an operand, swizzled as TMA writes and wgmma reads them."""
-        kind = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-        layout = cute.tile_to_shape(kind, (rows, LINE, self.stages), order=(0, 1, 2))
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        layout = cute.tile_to_shape(atom, (rows, LINE, self.stages), order=(0, 1, 2))
         smem = cute.AddressSpace.smem
         pointer = cute.make_ptr(dtype, (base + at).toint(), smem, assumed_align=1024)
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, dtype=dtype), layout.outer)
@@ -522,8 +522,8 @@ class Windows(Pipeline):
                     elif const_expr(self.tiles):
                         sums[i, h] = sums[i, h] + flat[i] * scales[r]
                     else:
-                        own = flat[i] * left[r]
-                        sums[i, h] = sums[i, h] + own * right[c % 2 * 2 + e]
+                        scaled = flat[i] * left[r]
+                        sums[i, h] = sums[i, h] + scaled * right[c % 2 * 2 + e]
 
     @cute.jit
     def results(
@@ -536,26 +536,26 @@ class Windows(Pipeline):
         start = y + Int64(row) * line + Int64(column) * size
         count = end - row
         whole = (width % 8 == 0) & (column + 128 <= width)
-        for kind in range_constexpr(len(RESULTS)):
-            if (result == kind) & whole:
-                to = start + (8 * q if kind == FLOAT32 else 16 * q)
+        for number in range_constexpr(len(RESULTS)):
+            if (result == number) & whole:
+                to = start + (8 * q if number == FLOAT32 else 16 * q)
                 for h in range_constexpr(self.halves):
                     for r in range_constexpr(2):
-                        words = [
-                            self.pair(sums[4 * c + 2 * r, h], sums[4 * c + 2 * r + 1, h], kind)
+                        packed = [
+                            self.pair(sums[4 * c + 2 * r, h], sums[4 * c + 2 * r + 1, h], number)
                             for c in range(16)
                         ]
                         here = to + line * (64 * h + 8 * r)
-                        if const_expr(kind == FLOAT32):
+                        if const_expr(number == FLOAT32):
                             for c in range_constexpr(16):
                                 store_if(
-                                    here + 32 * c, words[c], 64 * h + 8 * r, count, self.streams
+                                    here + 32 * c, packed[c], 64 * h + 8 * r, count, self.streams
                                 )
                         else:
                             # Four lanes turn four words of as many eights of columns: 16 bytes a
                             # lane.
                             for c in range_constexpr(4):
-                                four = [word for (word,) in words[4 * c : 4 * c + 4]]
+                                four = [word for (word,) in packed[4 * c : 4 * c + 4]]
                                 four = self.turned(four, q)
                                 store_if(here + 64 * c, four, 64 * h + 8 * r, count, self.streams)
         if not whole:

@@ -61,14 +61,14 @@ def store_if(
     With `streams` they leave L2 before all that is read again.
     """
     first = values[0]
-    kind = {Float32: "f32", Uint32: "b32", cutlass.Uint16: "b16"}[type(first)]
+    suffix = {Float32: "f32", Uint32: "b32", cutlass.Uint16: "b16"}[type(first)]
     vector = {1: "", 2: ".v2", 4: ".v4"}[len(values)]
     names = ", ".join(f"{{$r{i + 2}}}" for i in range(len(values)))
     names = "{" + names + "}" if vector else names
-    kind = f"{'.cs' * streams}{vector}.{kind}"
+    suffix = f"{'.cs' * streams}{vector}.{suffix}"
     code = (
         f"{{ .reg .pred p; setp.lt.s32 p, {index}, {{$r1}}; "
-        f"@p st.global{kind} [{{$r0}}], {names}; }}"
+        f"@p st.global{suffix} [{{$r0}}], {names}; }}"
     )
     convert.ptx(code, None, Int64(address), Int32(count), *values)
 
@@ -325,20 +325,20 @@ class ProductEntry:
     @cute.jit
     def parts(self, tiles: Int32, grid: Int32):
         """How many thread blocks share each tile: one where that takes no longer."""
-        found = Int32(1)
+        sharing = Int32(1)
         if const_expr(self.split > 1):
             alone = (tiles + grid - 1) // grid * self.split
             if alone > (tiles * self.split + grid - 1) // grid:
-                found = Int32(self.split)
-        return found
+                sharing = Int32(self.split)
+        return sharing
 
     @cute.jit
     def rank(self, bid: Int32, parts: Int32):
         """The number of a thread block among the ones that share tiles."""
-        found = Int32(0)
+        number = Int32(0)
         if parts > 1:
-            found = bid % self.split
-        return found
+            number = bid % self.split
+        return number
 
     # ---- what is done to sums before they are rounded; null pointers stand for nothing ---
     def is_there(self, epilogue):
@@ -533,8 +533,8 @@ class Plain(ProductEntry):
             else:
                 at, codes = w * blocks + c, w * blocks + c
                 if const_expr(self.product.parted):
-                    each = blocks // parts
-                    codes = (Int64(c // each) * high + n) * each + c % each
+                    per_part = blocks // parts
+                    codes = (Int64(c // per_part) * high + n) * per_part + c % per_part
                 total += self.of_blocks(arrays, at, codes, Int64(m) * blocks + b)
         return total
 
@@ -585,20 +585,20 @@ def launches(
     Raises:
       RuntimeError: an entry was compiled for other threads, or has other maps than the first.
     """
-    found = {}
+    rules = {}
     for number, result in enumerate(entries[0].dtypes):
         scalars = [scalar.to_json() for scalar in entries[0].scalars]
         scalars[-1][1] = constant(number).to_json()
-        found[result] = {"scalars": scalars, "maps": [*entries[0].maps], "entries": []}
+        rules[result] = {"scalars": scalars, "maps": [*entries[0].maps], "entries": []}
         if entries[0].scratch:
-            found[result]["scratch"] = entries[0].scratch
+            rules[result]["scratch"] = entries[0].scratch
         for entry, symbol in zip(entries, sorted(usage), strict=True):
             if entry.maps and entry.maps != entries[0].maps:  # it would wait for other bytes
                 raise RuntimeError(f"{symbol}: its tensor maps are not those of the first entry")
-            own = {"elements_per_thread": entry.elements_per_thread}
-            facts = {**usage[symbol], **own}
+            more = {"elements_per_thread": entry.elements_per_thread}
+            facts = {**usage[symbol], **more}
             if tuple(threads := facts.pop("threads")) != (entry.threads, 1, 1):
                 raise RuntimeError(f"{symbol}: compiled for {threads} threads")
             rule = {"symbol": symbol, **entry.launch(result), "usage": facts}
-            found[result]["entries"].append(rule)
-    return found
+            rules[result]["entries"].append(rule)
+    return rules
