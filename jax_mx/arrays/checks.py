@@ -46,13 +46,13 @@ def one_of(sentence: str, value: Any, allowed: Collection[int]) -> int:
     return number
 
 
-def name_among(kind: str, names: Collection[str], value: Any) -> str:
+def name_among(label: str, names: Collection[str], value: Any) -> str:
     """One of these names.
 
     Raises:
       TypeError, ValueError: it is none, see `named`.
     """
-    return named(kind, {name: name for name in names}, value)
+    return named(label, {name: name for name in names}, value)
 
 
 def implementation_of(op: str, names: Collection[str], value: Any) -> str | None:

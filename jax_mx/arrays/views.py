@@ -398,7 +398,7 @@ class View:
           values: where the values of each lie.
           covers: the result of `units.covered` for each: rows and elements that stay whole.
         """
-        # Which dimensions of the tail rows and blocks are counted by, and how many stay whole.
+        # The dimensions of the tail that count rows and blocks, and how many stay whole.
         sides = []
         for result, (rows, elements) in zip(self.results, covers, strict=True):
             sides += [(result.rows, rows), (result.cols, elements // BLOCK)]

@@ -34,7 +34,7 @@ def shown(value: Any) -> str:
     return text if "\n" not in text and len(text) < 80 else type(value).__name__
 
 
-def named(kind: str, table: Mapping[str, T], value: Any) -> T:
+def named(label: str, table: Mapping[str, T], value: Any) -> T:
     """The member of `table` that `value` is or names; the one place where strings are accepted.
 
     Raises:
@@ -44,12 +44,12 @@ def named(kind: str, table: Mapping[str, T], value: Any) -> T:
     allowed = ", ".join(repr(name) for name in table)
     if isinstance(value, str):
         if value not in table:
-            raise ValueError(f"{kind} {value!r} is unknown; use one of {allowed}")
+            raise ValueError(f"{label} {value!r} is unknown; use one of {allowed}")
         return table[value]
     for member in table.values():
         if type(value) is type(member) and value == member:
             return member
-    raise TypeError(f"{kind} must be one of {allowed}, got {shown(value)}")
+    raise TypeError(f"{label} must be one of {allowed}, got {shown(value)}")
 
 
 @dataclasses.dataclass(frozen=True)

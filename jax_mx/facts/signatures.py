@@ -150,7 +150,7 @@ def _group_sizes(optional: bool) -> Array:
     return Array("group_sizes", Role.REPLICATED, dtype="int32", optional=optional)
 
 
-# What kernels can do to a product's sums before they are rounded; no call has these operands.
+# Kernels can do this to a product's sums before they are rounded; no call has these operands.
 EPILOGUE = ("bias", "row_scale", "added")
 
 

@@ -161,9 +161,9 @@ def _windows(implementation: str, form: Form) -> tuple[Window, ...]:
     return 128, 256
 
 
-# What `fake_quantize` gives, and products of bfloat16: floats in place of codes; beside them, of
-# activations and of weights, the codes that wait for the backward pass, of a gradient the floats
-# for the other product.
+# `fake_quantize` and products of bfloat16 take floats in place of codes. The other result is, for
+# activations and weights, the codes that wait for the backward pass, and for a gradient the floats
+# of the other product.
 _DEQUANTIZED = Kind(dequantized=True)
 _FAKE: Mapping[Form, tuple[tuple[Kind, ...], ...]] = {
     directions.LAST: ((_DEQUANTIZED,),),

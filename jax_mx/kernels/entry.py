@@ -24,7 +24,7 @@ class QuantizerEntry(Entry):
       elements_per_thread: see `reported`.
     """
 
-    # What a kernel may ask for each quantized result, see `Plan.scalars`.
+    # The scalars that a kernel may ask for each quantized result, see `Plan.scalars`.
     NAMES = (
         "round_add",
         "round_exception",
@@ -122,9 +122,9 @@ class QuantizerEntry(Entry):
         return {name: scalar for (name, _, number), scalar in named if number == str(i)}
 
     @staticmethod
-    def rule(given: Mapping[str, Any]) -> list:
+    def rule(settings: Mapping[str, Any]) -> list:
         """The scalars of a result that its scales follow from."""
-        return [given[name] for name in QuantizerEntry.NAMES[:3] if name in given]
+        return [settings[name] for name in QuantizerEntry.NAMES[:3] if name in settings]
 
     @property
     def reported(self) -> dict[str, int]:  # type: ignore[bad-override]

@@ -89,7 +89,7 @@ class Worker:
         self.stop()
         answers, give = os.pipe()
         self.errors = os.fdopen(os.memfd_create("jax_mx"), "w+b")  # no disk is full of it
-        # What these variables say changes the code, and content keys do not know it.
+        # These variables change the code, and content keys do not know them.
         env = {
             name: value
             for name, value in os.environ.items()

@@ -103,7 +103,7 @@ class Split(NamedTuple):
 
 
 Local = Callable[[Mapping[str, Any], Split], Callable[..., list]]
-# Of a call's parameters, an operand's number and (parts, ..., length of a part): whether a device
+# From a call's parameters, an operand's number and (parts, ..., length of a part): whether a device
 # reads the operand where parts of its last dimension lie one behind the other, as they arrive.
 InParts = Callable[[Mapping[str, Any], int, Sequence[int]], bool]
 SHARDS: dict[str, Local] = {}  # by name: from a call's parameters, what a device computes

@@ -17,7 +17,7 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "cutedsl": ("pyelftools",),
     "flydsl": ("pyelftools", "msgpack"),
 }
-# What executes AMD's kernels on a CPU. tinygrad decodes instructions; its decoder is no public API.
+# The emulator of AMD's kernels: tinygrad decodes instructions; its decoder is no public API.
 EMULATOR = ("msgpack", "pyelftools", "tinygrad==0.14.0")
 
 

@@ -44,8 +44,8 @@ _noted_p = Primitive("mx_noted")
 _noted_p.def_impl(lambda x, **_: x)
 _noted_p.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_noted_p, lambda _, x, **__: [x])
-batching.primitive_batchers[_noted_p] = lambda args, dims, **how: (
-    _noted_p.bind(*args, **how),
+batching.primitive_batchers[_noted_p] = lambda args, dims, **params: (
+    _noted_p.bind(*args, **params),
     dims[0],
 )
 

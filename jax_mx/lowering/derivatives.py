@@ -48,16 +48,16 @@ def _require_no_tangent(op: str, second: str, is_tangent: bool) -> None:
         )
 
 
-reverse_only_p.def_impl(lambda x, **how: _require_no_tangent(**how) or x)
-mlir.register_lowering(reverse_only_p, lambda _, x, **how: _require_no_tangent(**how) or [x])
-batching.primitive_batchers[reverse_only_p] = lambda x, dims, **how: (
-    _require_no_tangent(**how) or (reverse_only_p.bind(*x, **how), dims[0])
+reverse_only_p.def_impl(lambda x, **params: _require_no_tangent(**params) or x)
+mlir.register_lowering(reverse_only_p, lambda _, x, **params: _require_no_tangent(**params) or [x])
+batching.primitive_batchers[reverse_only_p] = lambda x, dims, **params: (
+    _require_no_tangent(**params) or (reverse_only_p.bind(*x, **params), dims[0])
 )
-ad.primitive_jvps[reverse_only_p] = lambda primals, tangents, **how: (
+ad.primitive_jvps[reverse_only_p] = lambda primals, tangents, **params: (
     primals[0],
     tangents[0]
-    if _require_no_tangent(**how) or type(tangents[0]) is ad.Zero
-    else reverse_only_p.bind(*tangents, **how | {"is_tangent": True}),
+    if _require_no_tangent(**params) or type(tangents[0]) is ad.Zero
+    else reverse_only_p.bind(*tangents, **params | {"is_tangent": True}),
 )
 ad.primitive_transposes[reverse_only_p] = lambda dy, _, **__: [dy]
 
@@ -71,7 +71,7 @@ def linear(
     transposed: Callable,
     kept: Any,
     tangents: Sequence[Any],
-    like: Sequence[jax.Array],
+    results: Sequence[jax.Array],
     forward: Callable | None = None,
 ) -> list[jax.Array]:
     """A linear function of tangents, for the rule of a `jax.custom_jvp`.
@@ -84,7 +84,7 @@ def linear(
         tangents.
       kept: a pytree of arrays.
       tangents: arrays.
-      like: arrays of the results' types.
+      results: arrays of the results' types.
       forward: gives the results, from what is kept and tangents. With it neither function is ever
         transposed: what reverse mode gives is linear again, and its transpose is `forward`.
     """
@@ -95,31 +95,31 @@ def linear(
         return tuple(f(tree.unflatten(args[:count]), *args[count:]))
 
     ways = (functools.partial(of_leaves, f) if f else None for f in (transposed, forward))
-    params = {"count": count, "like": tuple(map(jax.typeof, like))}
+    params = {"count": count, "results": tuple(map(jax.typeof, results))}
     params |= dict(zip(("transposed", "forward"), ways, strict=True))
     return linear_p.bind(*leaves, *tangents, **params)
 
 
-def _forward(*args: Any, transposed: Callable, forward: Any, count: int, like: Any) -> Any:
+def _forward(*args: Any, transposed: Callable, forward: Any, count: int, results: Any) -> Any:
     if forward is not None:
         return forward(*args)
     kept, tangents = args[:count], args[count:]
-    return jax.linear_transpose(lambda *dys: transposed(*kept, *dys), *like)(tangents)
+    return jax.linear_transpose(lambda *dys: transposed(*kept, *dys), *results)(tangents)
 
 
-def _jvp_of_linear(primals: Any, tangents: Any, *, count: int, **how: Any) -> tuple[Any, Any]:
+def _jvp_of_linear(primals: Any, tangents: Any, *, count: int, **params: Any) -> tuple[Any, Any]:
     """Codes that are kept, bytes of whatever dtype, are constants."""
     of_kept = (type(t) is not ad.Zero and t.dtype.itemsize > 1 for t in tangents[:count])
     moving = [i for i, moves in enumerate(of_kept) if moves]
     if not moving:
         moved = map(ad.instantiate_zeros, tangents[count:])
-        bind = functools.partial(linear_p.bind, *primals[:count], count=count, **how)
+        bind = functools.partial(linear_p.bind, *primals[:count], count=count, **params)
         return bind(*primals[count:]), bind(*moved)
     moving += range(count, len(primals))
 
     def run(*args: Any) -> Any:
         every = {**dict(enumerate(primals)), **dict(zip(moving, args, strict=True))}
-        return _forward(*every.values(), count=count, **how)
+        return _forward(*every.values(), count=count, **params)
 
     moves = [ad.instantiate_zeros(tangents[i]) for i in moving]
     return jax.jvp(run, [primals[i] for i in moving], moves)
@@ -143,7 +143,7 @@ def _mapped(args: Any, dims: Any, size: int, names: Any) -> list[jax.Array]:
 
 
 def _batch_of_linear(
-    args: Any, dims: Any, *, transposed: Callable, forward: Any, count: int, like: Any
+    args: Any, dims: Any, *, transposed: Callable, forward: Any, count: int, results: Any
 ) -> Any:
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     names = split_of_mapped(args, dims)
@@ -153,12 +153,12 @@ def _batch_of_linear(
         sharding = aval.sharding.update(spec=PartitionSpec(names, *aval.sharding.spec))
         return aval.update(shape=(size, *aval.shape), sharding=sharding)
 
-    of_batch = jax.vmap(transposed, in_axes=(*dims[:count], *[0] * len(like)))
+    of_batch = jax.vmap(transposed, in_axes=(*dims[:count], *[0] * len(results)))
     if forward is not None:
         forward = jax.vmap(forward, in_axes=(*dims[:count], *[0] * len(tangents)))
     params = {"transposed": of_batch, "forward": forward, "count": count}
-    params["like"] = tuple(map(mapped, like))
-    return linear_p.bind(*args[:count], *tangents, **params), [0] * len(like)
+    params["results"] = tuple(map(mapped, results))
+    return linear_p.bind(*args[:count], *tangents, **params), [0] * len(results)
 
 
 def _transpose_of_linear(
@@ -171,7 +171,7 @@ def _transpose_of_linear(
     if forward is None:
         return [*zeros[:count], *transposed(*operands)]
     params = {"transposed": forward, "forward": transposed, "count": count}
-    params["like"] = tuple(x.aval for x in args[count:])
+    params["results"] = tuple(x.aval for x in args[count:])
 
     def rule(_: list, args: list, tangents: list) -> list[jax.Array]:
         tangents = [
@@ -186,7 +186,7 @@ def _transpose_of_linear(
 
 
 linear_p.def_impl(_forward)
-linear_p.def_abstract_eval(lambda *_, like, **__: like)
+linear_p.def_abstract_eval(lambda *_, results, **__: results)
 mlir.register_lowering(linear_p, mlir.lower_fun(_forward, multiple_results=True))
 batching.primitive_batchers[linear_p] = _batch_of_linear
 ad.primitive_jvps[linear_p] = _jvp_of_linear

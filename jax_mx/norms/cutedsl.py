@@ -213,7 +213,7 @@ class Rows(WholeBlocks):
             if self.is_busy(s, scalars):
                 self.put(rX[None, s, None], factors, arrays, scalars, where, s)
         for s in cutlass.range(self.tile.kept, sweeps, unroll=1):
-            # What this thread has added it reads.
+            # This thread reads the sums that it has stored.
             source: cutlass.Constexpr = {"x": arrays["sum" if self.source.added else "x"]}
             self.put(self.again(source, where, s), factors, arrays, scalars, where, s)
 

@@ -83,7 +83,7 @@ _SIZES: Mapping[str, str] = {
     "silu": "",
     "sharp_silu": f"mul.rn.f64 size, size, {_double(SHARPNESS)}; {_masked('size', EXP.most)}",
 }
-# What is divided is finite, or the gate is not; a quotient of zeros loses its sign.
+# The dividend is finite, or the gate is not; a quotient of zeros loses its sign.
 _DIVIDE = (
     f"rcp.approx.ftz.f64 y, below; neg.f64 m, below; fma.rn.f64 rest, m, y, {_double(1)}; "
     "fma.rn.f64 rest, rest, rest, rest; fma.rn.f64 y, y, rest, y; "

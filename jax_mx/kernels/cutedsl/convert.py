@@ -283,8 +283,8 @@ def _pack_four(a: Float32, b: Float32, c: Float32, d: Float32, format) -> Uint32
 
 
 # ---- codes of pairs ---
-# What is between a float and its bytes: `scaled_pair`, then one of the ways to pack. A pair is two
-# floats; or, where e2m1 has no conversion, a word of two 16-bit ones, of the kind `_kind`.
+# A float becomes bytes by `scaled_pair`, then by one of the ways to pack. A pair is two floats; or,
+# where e2m1 has no conversion, a word of two 16-bit floats of the type `_ptx_type`.
 
 
 def _ptx_type(dtype: str) -> str:

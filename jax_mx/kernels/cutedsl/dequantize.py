@@ -386,7 +386,7 @@ class Shifted(Matrix):
         # Where the row begins in its vector: of these numbers the last bits.
         ahead = Int32((Uint32(y.toint() // self.itemsize) + Uint32(top) * Uint32(cols)) % Uint32(n))
         left = tile_c * self.wide + (warp // n * 32 + lane) * n - ahead
-        # What is read may be of rows before and behind, as long as all of it belongs to the array.
+        # A read may reach rows before and behind, as long as all of it belongs to the array.
         some = (left > -n) & (left < cols) & (cols >= 2 * n)
         before = (Int64(batch) + block > 0) | (left >= n)
         behind = ((block + 1) * BLOCK < rows) | (left + 2 * n <= cols)

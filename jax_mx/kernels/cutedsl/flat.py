@@ -93,9 +93,9 @@ class WholeBlocks(Kernel):
         """
         return [scalars.get(name, Int32(0)) for name in ("prescale", "flips", "flips_odd")]
 
-    def preprocessed_codes(self, kind: Kind, floats: list, by, loaded: list, share, into) -> None:
+    def preprocessed_codes(self, mode: Kind, floats: list, by, loaded: list, share, into) -> None:
         """Puts words of the e2m1 codes of floats times a block's factor into a fragment."""
-        if kind.stochastic:
+        if mode.stochastic:
             packed = preprocessed.random_codes(floats, by, loaded[0], share)
         else:
             packed = convert.pack_products(floats, by, self.arch)
@@ -267,13 +267,13 @@ class Flat(WholeBlocks):
             self.store_floats(target, arrays["floats"], step, inside)
 
     @cute.jit
-    def store_floats(self, made, floats, step: Int64, inside):
+    def store_floats(self, step_floats, floats, step: Int64, inside):
         """Stores the floats of a step."""
         n: cutlass.Constexpr = self.tile.elements
         align: cutlass.Constexpr = 16 if self.aligned else self.itemsize
         if inside:
             to = vector_at(floats + step * n, convert.INPUT[self.dtype], align, n)
-            cute.autovec_copy(made, to)
+            cute.autovec_copy(step_floats, to)
 
     @cute.jit
     def pick(self, source, target, row: Int32, rows: Int32):

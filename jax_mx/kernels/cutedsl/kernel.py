@@ -27,11 +27,11 @@ class Kernel(QuantizerEntry, launched.Kernel):
         self.per_byte = variant.formats[0].codes_per_byte  # where formats differ, see `Output`
         self.kept = aligned and self.tuned("keep")  # what `load` and `store` call kept
 
-    def tuned(self, what: str):
+    def tuned(self, kernel: str):
         """The value of this arch's table for the entry: a kernel's tile, or another decision."""
         variant = self.variant
         where = (self.arch, variant, self.layout, self.aligned)
-        return tuning.choose(f"{variant.op}.{what}", *where)
+        return tuning.choose(f"{variant.op}.{kernel}", *where)
 
     @property
     def types(self):
@@ -351,7 +351,7 @@ def store_rows(
                     index = (PAD + row * pitch + first) >> 2
                     both = staged[index], staged[index + 1]
                     mW[word] = convert.funnel(*both, Uint32(head * 8))
-            # What is before the first whole word, and behind the last: bytes, at once.
+            # The bytes before the first whole word, and behind the last, at once.
             edge = lane
             if lane >= 4:
                 edge = cutlass.max((count + ahead & ~3) - ahead, head) + lane - 4

@@ -138,25 +138,25 @@ class Rings:
 
 
 class Few(ProductEntry):
-    """See above; of the kinds "one", "groups" and "any" of `matmul_many.Warps`."""
+    """See above; of the cases "one", "groups" and "any" of `matmul_many.Warps`."""
 
     columns = 64  # rows of W
     of_scales = 4  # bytes that two blocks' scales take in shared memory
 
-    def __init__(self, product: ProductKernel, arch: str, kind: str, tile: Rings | None = None):
+    def __init__(self, product: ProductKernel, arch: str, case: str, tile: Rings | None = None):
         super().__init__(product, arch)
         (self.format,) = product.formats
         self.rows = product.rows
         tile = tile or Rings(**self.tuned("Few"))
         self.stages, self.ahead = tile.stages, tile.ahead
         self.resident, self.warps = tile.resident, tile.warps
-        if kind != "one" and tile.grouped:
+        if case != "one" and tile.grouped:
             self.resident, self.warps = tile.grouped
-        if kind == "any":
+        if case == "any":
             self.resident = 1  # it needs more registers
         self.threads = 32 * self.warps
-        self.split = tile.split if kind == "one" else 1
-        self.pairs = kind != "any"  # whether two blocks' scales are read at once
+        self.split = tile.split if case == "one" else 1
+        self.pairs = case != "any"  # whether two blocks' scales are read at once
         self.per = self.format.codes_per_byte
         self.codes = LINE * self.per  # of a row in a stage
         self.blocks = self.codes // BLOCK
@@ -220,8 +220,8 @@ class Few(ProductEntry):
         ring = base + warp * (self.stages * self.ring)
         scales = base + self.scales_at + warp * (self.stages * self.scales_bytes)
 
-        # Where the walks are lies in shared memory, a warp's own: registers are few. What is asked
-        # for runs ahead of what is computed, by all stages but one.
+        # The positions of a warp's walks lie in shared memory: registers are few. Copies run ahead
+        # of products by all stages but one.
         at = self.start(sizes, t, groups)
         at = self.seek(index, at, sizes, t, groups, across)
         kept = base + self.kept_at + warp * 48
@@ -440,7 +440,7 @@ class Few(ProductEntry):
                     cute.autovec_copy(
                         cute.make_tensor(from_, cute.make_layout(count)), codes[None, r]
                     )
-                # Of each row four words: the operands of two products.
+                # Each row has four words: the operands of two products.
                 left = [self.left_of(codes, r) for r in range(2)]
                 scale = [self.factor_of(factors[r, m], b % 2) for r in range(2)]
                 for c in range_constexpr(self.wide):
@@ -571,8 +571,8 @@ class Nibbles(Few):
 
     of_scales = 2
 
-    def __init__(self, product: ProductKernel, arch: str, kind: str, tile: Rings | None = None):
-        super().__init__(product, arch, kind, tile)
+    def __init__(self, product: ProductKernel, arch: str, case: str, tile: Rings | None = None):
+        super().__init__(product, arch, case, tile)
         if self.per != 2:
             raise ValueError(f"{product.name}: Nibbles takes codes of four bits")
 

@@ -52,14 +52,14 @@ class Free(Warps):
     arrivals = 2  # the copies, and the scales
     batches = 8
 
-    def __init__(self, product: ProductKernel, arch: str, kind: str, tile=None):
-        super().__init__(product, arch, kind, tile)
+    def __init__(self, product: ProductKernel, arch: str, case: str, tile=None):
+        super().__init__(product, arch, case, tile)
         if self.resident * self.split > 1:
             raise ValueError(f"{product.name}: resident and split of its tile must be 1")
         if self.stages < 3:
             raise ValueError(f"{product.name}: {self.stages} stages, must be 3 at least")
         self.divide = (Factor(Extent(self.signature.number("x"), 1), UNIT),)
-        if kind == "shared":
+        if case == "shared":
             self.divide += (Factor(self.extents[-1], 256 // BLOCK),)
         self.pitch = 128 * self.per + 32  # bytes of a block's factors, off the other blocks' banks
         self.factors_at = self.shared

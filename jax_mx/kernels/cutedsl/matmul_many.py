@@ -86,7 +86,7 @@ class CodeStages:
 class Warps(Pipeline):
     """See above.
 
-    There are four kinds. "one" is for products without groups, whose K several thread blocks may
+    There are four cases. "one" is for products without groups, whose K several thread blocks may
     share. "shared" is for a W of whole pairs of tiles, where two thread blocks share the copies of
     x. "groups" is for all other products whose scales of a stage can be read as a word; "any" reads
     them byte by byte.
@@ -95,17 +95,17 @@ class Warps(Pipeline):
     columns = 128
     unit = BLOCK  # that K is a multiple of
 
-    def __init__(self, product: ProductKernel, arch: str, kind: str, tile=None):
+    def __init__(self, product: ProductKernel, arch: str, case: str, tile=None):
         super().__init__(product, arch)
-        vectors = kind != "any"
+        vectors = case != "any"
         (self.format,) = product.formats
         self.vectors = vectors
         self.rows = product.rows
         tile = tile or CodeStages(**self.tuned("Warps"))
         self.stages, self.again = tile.stages, tile.again
         self.resident = tile.resident if vectors else 1
-        self.split = tile.split if kind == "one" else 1
-        self.beside = 2 if kind == "shared" else 1
+        self.split = tile.split if case == "one" else 1
+        self.beside = 2 if case == "shared" else 1
         # Copies of x in a stage, also of entries that share none: all entries have one tensor map.
         self.x_boxes = 2 if tile.share else 1
         self.strip, self.turns = tile.strip, tile.turns
@@ -133,7 +133,7 @@ class Warps(Pipeline):
         *_, high, blocks = self.extents
         if vectors:
             self.divide = (Factor(blocks, self.blocks),)
-        if kind == "shared":
+        if case == "shared":
             self.divide += (Factor(high, 256),)
 
     def align_of(self, array: Array, itemsize: int) -> int:

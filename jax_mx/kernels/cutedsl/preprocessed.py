@@ -29,7 +29,7 @@ class Place:
 
 
 @cute.jit
-def load(kind: cutlass.Constexpr, pointers, block, inside):
+def load(mode: cutlass.Constexpr, pointers, block, inside):
     """A block's data, or zeros outside; and whether its flips of signs are known without them.
 
     They are known where the call has no operand of flips.
@@ -38,7 +38,7 @@ def load(kind: cutlass.Constexpr, pointers, block, inside):
     for i in range_constexpr(len(pointers)):
         rW = cute.make_rmem_tensor(1, Uint32)
         rW[0] = Uint32(0)
-        if const_expr(kind.hadamard and i == len(pointers) - 1):
+        if const_expr(mode.hadamard and i == len(pointers) - 1):
             known = pointers[i].toint() == 0
             inside = inside & (pointers[i].toint() != 0)
         if inside:
@@ -47,49 +47,49 @@ def load(kind: cutlass.Constexpr, pointers, block, inside):
     return loaded, known
 
 
-def elements(kind: Kind, dtype: str, words: list, place: Place, prescale: Int32) -> list:
+def elements(mode: Kind, dtype: str, words: list, place: Place, prescale: Int32) -> list:
     """Elements in float32 from words in memory, which are `flipped`, without the last `factor`.
 
     Small elements need more than this factor: see `settled`.
     """
     floats = widened(words, dtype)
-    if kind.hadamard:
-        floats = hadamard(floats, kind.hadamard, place)
-        if not is_exact(kind, dtype):
-            floats = [_ftz("mul", value, Float32(kind.hadamard**-0.5)) for value in floats]
-    if kind.stochastic and not is_exact(kind, dtype):
+    if mode.hadamard:
+        floats = hadamard(floats, mode.hadamard, place)
+        if not is_exact(mode, dtype):
+            floats = [_ftz("mul", value, Float32(mode.hadamard**-0.5)) for value in floats]
+    if mode.stochastic and not is_exact(mode, dtype):
         floats = [_times_if_any(value, prescale) for value in floats]
-    elif kind.stochastic and kind.hadamard:  # rounded as the fourth part of it is
+    elif mode.stochastic and mode.hadamard:  # rounded as the fourth part of it is
         floats = [value * _or_one(prescale) for value in floats]
     return floats
 
 
-def is_exact(kind: Kind, dtype: str) -> bool:
+def is_exact(mode: Kind, dtype: str) -> bool:
     """Whether elements times `factor` are exact where they are normal numbers."""
-    if kind.hadamard:
-        return kind.hadamard in (16, 64)
+    if mode.hadamard:
+        return mode.hadamard in (16, 64)
     return dtype != "float32"
 
 
-def factor(kind: Kind, dtype: str, prescale: Int32) -> Float32:
+def factor(mode: Kind, dtype: str, prescale: Int32) -> Float32:
     """The remaining factor of elements, which is multiplied together with their block's."""
-    if not is_exact(kind, dtype):
+    if not is_exact(mode, dtype):
         return Float32(1.0)
-    return Float32(kind.hadamard**-0.5) if kind.hadamard else _or_one(prescale)
+    return Float32(mode.hadamard**-0.5) if mode.hadamard else _or_one(prescale)
 
 
-def finished(kind: Kind, dtype: str, value: Float32, prescale: Int32) -> Float32:
+def finished(mode: Kind, dtype: str, value: Float32, prescale: Int32) -> Float32:
     """An element after all multiplications, each of which turns subnormals into zeros."""
-    if not is_exact(kind, dtype):
+    if not is_exact(mode, dtype):
         return value
-    if kind.hadamard:
-        return _ftz("mul", value, factor(kind, dtype, prescale))
+    if mode.hadamard:
+        return _ftz("mul", value, factor(mode, dtype, prescale))
     return _times_if_any(value, prescale)
 
 
-def settled(kind: Kind, dtype: str, value: Float32, prescale: Int32) -> Float32:
+def settled(mode: Kind, dtype: str, value: Float32, prescale: Int32) -> Float32:
     """An element, or zero if it is one after all multiplications."""
-    done = finished(kind, dtype, value, prescale)
+    done = finished(mode, dtype, value, prescale)
     return Float32(cutlass.select_(done == Float32(0.0), done, value))
 
 

@@ -138,9 +138,9 @@ class ProductEntry:
         self.product, self.arch = product, arch
         self.signature = signature_of(product.op)
 
-    def tuned(self, what: str) -> dict:
+    def tuned(self, entry: str) -> dict:
         """The value of this arch's table for the entry."""
-        return tuning.choose(f"{self.product.op}.{what}", self.arch, self.product)
+        return tuning.choose(f"{self.product.op}.{entry}", self.arch, self.product)
 
     @property
     def cluster(self) -> int:
@@ -180,12 +180,12 @@ class ProductEntry:
         """The scalars of the launch rule: see `extents`; the number of y's dtype."""
         return [*(Scalar(4, extent) for extent in self.extents), Scalar(4, constant(0))]
 
-    def matrix_map(self, name: str, kind: str, itemsize: int, box: tuple, swizzle: int) -> dict:
+    def matrix_map(self, name: str, dtype: str, itemsize: int, box: tuple, swizzle: int) -> dict:
         """The tensor map of a buffer (rows, columns) or (slabs, rows, columns)."""
         buffer, rank = self.signature.number(name), 2 if len(box) == 2 else 3
         dims = tuple(Length(Extent(buffer, -1 - i, -i or 99)) for i in range(rank))
         strides = tuple(Length(Extent(buffer, -1 - i), itemsize) for i in range(rank - 1))
-        return TensorMap(buffer, kind, dims, strides, box, swizzle, promotion=256).to_json()
+        return TensorMap(buffer, dtype, dims, strides, box, swizzle, promotion=256).to_json()
 
     def launch(self, result: str) -> dict:
         """The entry's launch rule, for a y of this dtype."""
@@ -539,15 +539,15 @@ class Plain(ProductEntry):
         return total
 
     @cute.jit
-    def of_blocks(self, arrays: cutlass.Constexpr, at: Int64, codes: Int64, own: Int64):
+    def of_blocks(self, arrays: cutlass.Constexpr, at: Int64, codes: Int64, of_x: Int64):
         """The product of a block of W, with its scale and its codes there, and a block of x."""
         part = Float32(0)
         right = self.block(arrays["codes"], codes, self.formats["w"])
         factor = self.factor(arrays["scales"], at)
-        left = self.block(arrays["x_codes"], own, self.formats["x"])
+        left = self.block(arrays["x_codes"], of_x, self.formats["x"])
         for i in range_constexpr(BLOCK):
             part += left[i] * right[i]
-        return part * self.factor(arrays["x_scales"], own) * factor
+        return part * self.factor(arrays["x_scales"], of_x) * factor
 
     @cute.jit
     def factor(self, scales, at: Int64):

@@ -148,10 +148,10 @@ class Tiled(Kernel):
         self.elements_per_thread = 2 * BLOCK * self.parts
         self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = [*geometry.extents_of(form, self.of), *self.extents_of_amaxes()]
-        # What one kernel has of its own is at most 48 KiB; the launch gives it more.
+        # A kernel declares at most 48 KiB of shared memory; the launch gives it more.
         staged = sum(self.bytes_of(result) for result in self.results if self.is_staged(result))
         self.dynamic_shared = staged if staged > STATIC else 0
-        # Tiles of scales are padded below and beside x, and who is there writes the padding.
+        # Tiles of scales are padded below x and next to it; thread blocks there write the padding.
         tile = Extents(self.tile.rows, self.tile.cols)
         self.cluster = self.tile.below
         assert self.cluster == 1 or self.parts == 1  # see `show_to_cluster`

@@ -314,8 +314,8 @@ class Kernel(QuantizerEntry):
         """The same of all its arrays of a role."""
         return next(self.align_of(array) for array in self.signature.arrays if array.role is role)
 
-    def tuned(self, what: str) -> dict:
+    def tuned(self, kernel: str) -> dict:
         """The tile that this arch's table has for a kernel."""
         variant = self.variant
         where = (self.arch, variant, self.layout, self.aligned)
-        return tuning.choose(f"{variant.op}.{what}", *where)
+        return tuning.choose(f"{variant.op}.{kernel}", *where)

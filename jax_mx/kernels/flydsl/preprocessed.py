@@ -18,33 +18,33 @@ from jax_mx.kernels.flydsl import convert
 from jax_mx.kernels.flydsl.kernel import load_words
 
 
-def flush_subnormals(kind: Kind, prescale: Uint32) -> None:
+def flush_subnormals(mode: Kind, prescale: Uint32) -> None:
     """Makes subnormal float32 operands and results zeros of their sign, from here on.
 
-    That is before any of x is there to compute with. Not where elements are neither rotated nor
-    multiplied: they keep their bits. After either no element is subnormal, and a product with a
-    block's factor that is has the code of zero.
+    A kernel calls this before it computes with x. Elements that are neither rotated nor multiplied
+    keep their bits. After either step no element is subnormal, and a subnormal product with a
+    block's factor has the code of zero.
     """
-    mode = Uint32(0)
-    if not kind.hadamard:
-        mode = (prescale == Uint32(0)).select(Uint32(3), Uint32(0))
-    convert.flush_subnormals(mode)
+    bits = Uint32(0)
+    if not mode.hadamard:
+        bits = (prescale == Uint32(0)).select(Uint32(3), Uint32(0))
+    convert.flush_subnormals(bits)
 
 
 def data_of_blocks(
-    kind: Kind, words: list, given: Mapping[str, Uint32], start, blocks: Iterable
+    mode: Kind, words: list, settings: Mapping[str, Uint32], start, blocks: Iterable
 ) -> list[list[Uint32]]:
     """The seed and the flips, as far as the kind has them, of each of a lane's blocks.
 
-    The blocks' numbers are `start`, which all lanes share, plus those in `blocks`. Where the call
-    has no operand of flips, `given` has them: with two blocks in a group, flips of even blocks and
-    flips of odd ones.
+    The blocks' numbers are `start`, which all lanes share, plus the numbers in `blocks`. `settings`
+    has the flips of a call without an operand of flips: with two blocks in a group, flips of even
+    blocks and flips of odd ones.
     """
-    if not kind.hadamard:
+    if not mode.hadamard:
         return [[_word(w, start, block) for w in words] for block in blocks]
     *seeds, flip_words = words
-    even = given["flips"]
-    flips = (even, given.get("flips_odd", even))
+    even = settings["flips"]
+    flips = (even, settings.get("flips_odd", even))
     return [
         [*(_word(w, start, block) for w in seeds), _flips(flip_words, flips[i], start, block)]
         for i, block in enumerate(blocks)
@@ -64,38 +64,38 @@ def _word(words, start, block) -> Uint32:
     return Uint32(load_words(words + start * 4, block * 4, 1, 4)[0])
 
 
-def elements(kind: Kind, dtype: str, blocks: list, loaded: list, prescale: Uint32) -> list:
+def elements(mode: Kind, dtype: str, blocks: list, loaded: list, prescale: Uint32) -> list:
     """The pairs of blocks as they are scaled, from their words in memory; of whole groups."""
     pairs = []
-    for group, data in zip(_groups(kind, blocks), _groups(kind, loaded), strict=True):
-        if kind.hadamard:
+    for group, data in zip(_groups(mode, blocks), _groups(mode, loaded), strict=True):
+        if mode.hadamard:
             group = [_flipped(row, some[-1]) for row, some in zip(group, data, strict=True)]
         floats = [[e for word in row for e in convert.elements(word, dtype)] for row in group]
-        pairs += _preprocessed(kind, floats, prescale)
+        pairs += _preprocessed(mode, floats, prescale)
     return pairs
 
 
-def elements_of_two(kind: Kind, dtype: str, columns: list, loaded: list, prescale: Uint32) -> list:
+def elements_of_two(mode: Kind, dtype: str, columns: list, loaded: list, prescale: Uint32) -> list:
     """`elements` of two blocks of 16 bits, in words that have one of each."""
-    if kind.hadamard:
+    if mode.hadamard:
         columns = _flipped_beside(columns, *(block_data[-1] for block_data in loaded))
     both = [*zip(*(convert.elements(word, dtype) for word in columns), strict=True)]
     return [
-        pairs for group in _groups(kind, both) for pairs in _preprocessed(kind, group, prescale)
+        pairs for group in _groups(mode, both) for pairs in _preprocessed(mode, group, prescale)
     ]
 
 
-def _groups(kind: Kind, blocks: Sequence) -> list:
-    n = kind.blocks
+def _groups(mode: Kind, blocks: Sequence) -> list:
+    n = mode.blocks
     return [blocks[i : i + n] for i in range(0, len(blocks), n)]
 
 
-def _preprocessed(kind: Kind, group: list, prescale: Uint32) -> list:
+def _preprocessed(mode: Kind, group: list, prescale: Uint32) -> list:
     halves = [(floats[: BLOCK // 2], floats[BLOCK // 2 :]) for floats in group]
     group = [[_pair(*two) for two in zip(*both, strict=True)] for both in halves]
-    if kind.hadamard:
-        group = _transformed(group, kind.hadamard)
-    if kind.stochastic:
+    if mode.hadamard:
+        group = _transformed(group, mode.hadamard)
+    if mode.stochastic:
         # Without, times 1, which changes none but NaN.
         factor = (prescale == Uint32(0)).select(Uint32(0x3F800000), prescale).bitcast(Float32)
         group = [_times(pairs, factor) for pairs in group]
@@ -109,11 +109,11 @@ def scale_of(pairs: list, format: Format, rule: list, arch: str) -> tuple[Uint32
 
 
 def codes(
-    kind: Kind, pairs: list, inverse: Uint32, loaded: list, format: Format, arch: str
+    mode: Kind, pairs: list, inverse: Uint32, loaded: list, format: Format, arch: str
 ) -> list[Uint32]:
     """The words of a block's codes."""
     values, poison = scaled(pairs, inverse), convert.poison([inverse], [1, 1, 1, 1])
-    if kind.stochastic:
+    if mode.stochastic:
         return random_words(values, loaded[0], poison)
     return [convert.pack_word(values[i : i + 8], poison, format, arch) for i in range(0, BLOCK, 8)]
 

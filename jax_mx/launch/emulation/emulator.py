@@ -634,8 +634,8 @@ class Emulator:
 
         return step
 
-    def _half(self, kind: str, register: int, high: int, negate: int) -> Source:
-        if kind == "h":
+    def _half(self, letter: str, register: int, high: int, negate: int) -> Source:
+        if letter == "h":
             if negate or (register >= LITERAL - 15 and register < VECTORS):
                 raise NotImplementedError("a sign or a float constant of a 16-bit pair")
             (source,) = self._vectors("u", (register,), None)
@@ -643,7 +643,7 @@ class Emulator:
             return lambda w: source(w) >> shift & U32(0xFFFF)
         # Constants have no second half: both halves are the constant.
         step = high if register < 128 or register >= VECTORS else 0
-        (source,) = self._vectors(kind, (register + step,), None, negate)
+        (source,) = self._vectors(letter, (register + step,), None, negate)
         return source
 
     def _sdwa(self, name: str, inst: Any, _: int) -> Step:
@@ -859,18 +859,18 @@ def stored(w: Waves, register: int, size: int, part: str) -> list[np.ndarray]:
     return [word >> U32(16) for word in values] if part == "high" else values
 
 
-def _constant(register: int, literal: int | None, kind: str) -> int | None:
+def _constant(register: int, literal: int | None, letter: str) -> int | None:
     """The bits of an operand that is one."""
-    bits = 64 if kind in "UIF" else 32
+    bits = 64 if letter in "UIF" else 32
     if 128 <= register <= 192:
         return register - 128
     if 193 <= register <= 208:
         return 192 - register & (1 << bits) - 1
-    if register in _FLOATS and kind == "F":
+    if register in _FLOATS and letter == "F":
         return int(np.array(_FLOATS[register], F64).view(U64))
     if register in _FLOATS and bits == 32:
         return int(np.array(_FLOATS[register], F32).view(U32))
-    if register == LITERAL and literal is not None and kind == "F":
+    if register == LITERAL and literal is not None and letter == "F":
         return literal << 32  # the upper half of a float64
     # To 64 bits a literal is extended; how, shows in those with a sign only.
     if register == LITERAL and literal is not None and (bits == 32 or not literal >> 31):
@@ -880,47 +880,47 @@ def _constant(register: int, literal: int | None, kind: str) -> int | None:
     return None
 
 
-def _scalar_source(kind: str, register: int, literal: int | None) -> Source:
-    bits = 64 if kind in "UIF" else 32
-    value = _constant(register, literal, kind)
+def _scalar_source(letter: str, register: int, literal: int | None) -> Source:
+    bits = 64 if letter in "UIF" else 32
+    value = _constant(register, literal, letter)
     if value is not None:
-        constant = _typed(np.array([value], U64 if bits == 64 else U32), kind)
+        constant = _typed(np.array([value], U64 if bits == 64 else U32), letter)
         return lambda w: constant
     if register == SCC:
-        return lambda w: _typed(w.scc.astype(U32), kind)
+        return lambda w: _typed(w.scc.astype(U32), letter)
     if bits == 64:
-        return lambda w: _typed(w.pair(register), kind)
-    return lambda w: _typed(w.scalar[register], kind)
+        return lambda w: _typed(w.pair(register), letter)
+    return lambda w: _typed(w.scalar[register], letter)
 
 
-def _vector_source(kind: str, register: int, literal: int | None, high: bool) -> Source:
-    if kind == "m":
+def _vector_source(letter: str, register: int, literal: int | None, high: bool) -> Source:
+    if letter == "m":
         return lambda w: unpack(w.pair(register))
     if register < VECTORS:
-        if kind in "he" and 128 <= register and not 128 <= register <= 208:
+        if letter in "he" and 128 <= register and not 128 <= register <= 208:
             raise NotImplementedError("a float constant of 16 bits")
-        scalar = _scalar_source("u" if kind in "he" else kind, register, literal)
+        scalar = _scalar_source("u" if letter in "he" else letter, register, literal)
         column: Source = lambda w: scalar(w)[:, None]  # noqa: E731
-    elif kind in "UIF":
+    elif letter in "UIF":
         pair: Source = lambda w: _vector_pair(w, register - VECTORS)  # noqa: E731
-        return lambda w: _typed(pair(w), kind)
+        return lambda w: _typed(pair(w), letter)
     else:
         column = lambda w: w.vector[register - VECTORS]  # noqa: E731
-    if kind in "he":
+    if letter in "he":
         shift = U32(16 * high)
-        return lambda w: _typed(column(w) >> shift & U32(0xFFFF), kind)
-    return lambda w: _typed(column(w), kind)
+        return lambda w: _typed(column(w) >> shift & U32(0xFFFF), letter)
+    return lambda w: _typed(column(w), letter)
 
 
 def _vector_pair(w: Waves, index: int) -> np.ndarray:
     return w.vector[index].astype(U64) | w.vector[index + 1].astype(U64) << U64(32)
 
 
-def _typed(x: np.ndarray, kind: str) -> np.ndarray:
+def _typed(x: np.ndarray, letter: str) -> np.ndarray:
     """These bits as the type of a signature's letter."""
-    if kind == "e":
+    if letter == "e":
         return x.astype(np.uint16).view(np.float16)
-    to = {"i": I32, "f": F32, "I": I64, "F": F64}.get(kind)
+    to = {"i": I32, "f": F32, "I": I64, "F": F64}.get(letter)
     return x if to is None or x.dtype == to else np.ascontiguousarray(x).view(to)
 
 

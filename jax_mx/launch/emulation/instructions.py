@@ -408,8 +408,8 @@ VECTOR: Mapping[str, Op] = {
 # On gfx950: lanes of the second register swap with lanes of the first, so many before them.
 SWAPS: Mapping[str, int] = {"v_permlane16_swap_b32": 16, "v_permlane32_swap_b32": 32}
 
-# Any function of three bits, given as a table; the bits that it computes. What the others become
-# is not documented, so it is garbage.
+# Any function of three bits, given as a table; the bits that it computes. The other bits
+# are not documented, so they are garbage.
 TRUTH_TABLES: Mapping[str, np.uint32] = {
     "v_bitop3_b32": U32(0xFFFFFFFF),
     "v_bitop3_b16": U32(0x0000FFFF),

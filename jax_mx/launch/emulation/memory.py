@@ -88,18 +88,18 @@ class Global:
             for i in range(size):
                 buffer.bytes[at + i] = (words[0] >> np.uint32(8 * i)).astype(np.uint8)
 
-    def _find(self, addresses: np.ndarray, size: int, what: str) -> tuple[Buffer, np.ndarray]:
+    def _find(self, addresses: np.ndarray, size: int, access: str) -> tuple[Buffer, np.ndarray]:
         """The buffer that all accesses lie in, and where in it."""
         odd = (addresses & np.uint64(min(size, 4) - 1)) != 0
         if odd.any():
-            raise Fault(f"unaligned {what} of {size} bytes at {int(addresses[odd][0]):#x}")
+            raise Fault(f"unaligned {access} of {size} bytes at {int(addresses[odd][0]):#x}")
         low, high = int(addresses.min()), int(addresses.max()) + size
         for buffer in self.buffers:
             if buffer.address <= low and high <= buffer.address + buffer.size:
                 return buffer, (addresses - np.uint64(buffer.address)).astype(np.int64)
         near = [b for b in self.buffers if b.address <= high and low <= b.address + b.size]
         where = near[0].name or "a buffer" if near else "every buffer"
-        raise Fault(f"{what} of {size} bytes out of bounds of {where}: {low:#x} to {high:#x}")
+        raise Fault(f"{access} of {size} bytes out of bounds of {where}: {low:#x} to {high:#x}")
 
 
 class Shared:

@@ -13,7 +13,7 @@ ROWS = [
         "why": "8192 elements of a row stay in registers.",
     },
     {
-        # What is read again has left the L2 caches, of which each part of the chip has its own, but
+        # Data that are read again have left the L2 caches (each part of the chip has one), but
         # not the 256 MB behind.
         "kernel": "quantize.NormedTiled",
         "where": {},
