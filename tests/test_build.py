@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from helpers import loaded_after
 
-from jax_mx.facts import binary, verified
-from jax_mx.kernels import build as ours
-from jax_mx.kernels.build import EVERY, EXECUTED
-from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
 from jax_mx.launch import build, content, store
 from jax_mx.launch.chips import ARCHS
+from jax_mx.quantizing.facts import binary
+from jax_mx.shipping import build as ours
+from jax_mx.shipping import verified
+from jax_mx.shipping.build import EVERY, EXECUTED
+from jax_mx.shipping.shipped import BINARIES, SHIPPED, shipped_archs
 
 COMPILED = shutil.ignore_patterns("__pycache__")  # what a cache holds is no source
 FIRST = {dsl: next(v for v in SHIPPED if v.implementation == dsl) for dsl in ARCHS}
@@ -36,7 +37,7 @@ def test_kernels_import_no_jax():
     worker = Path(content.__file__).with_name("worker.py")
     modules = loaded_after(
         f"import runpy\nrunpy.run_path({str(worker)!r})['without_jax']()\n"
-        "import jax_mx.kernels.cutedsl.compile, jax_mx.kernels.cutedsl.quantize"
+        "import jax_mx.quantizing.kernels.cutedsl.compile, jax_mx.quantizing.kernels.cutedsl.quantize"
     )
     assert "cutlass" in modules and "jax" not in modules
     launch = {name.removeprefix("jax_mx.launch.") for name in modules if ".launch." in name}
@@ -68,7 +69,12 @@ def _places(dsl: str) -> list[Path]:
     package = Path(build.__file__).parents[1]
     folders = ("facts", "sources", f"kernels/{dsl}")
     found = [path for folder in folders for path in (package / folder).glob("*.py")]
-    shared = ("kernels/entry", "kernels/geometry", "kernels/noise", "kernels/tuning")
+    shared = (
+        "quantizing/kernels/entry",
+        "quantizing/kernels/geometry",
+        "quantizing/kernels/noise",
+        "quantizing/kernels/tuning",
+    )
     shared += (f"launch/{dsl}", "launch/chips", "launch/entry", "launch/rule")
     found += [package / f"{name}.py" for name in shared]
     rooms = [package / "norms" / name for name in ("source.py", f"{dsl}.py")]
@@ -87,7 +93,7 @@ def _key(variant, arch: str, package: Path) -> str:
 
 def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
     """The files that Python loads for an arch's table of tiles."""
-    name, package = f"jax_mx.kernels.{dsl}.tuning", Path(build.__file__).parents[1]
+    name, package = f"jax_mx.quantizing.kernels.{dsl}.tuning", Path(build.__file__).parents[1]
     for known in [each for each in sys.modules if each.startswith(name)]:
         monkeypatch.delitem(sys.modules, known)
     importlib.import_module(f"{name}.{arch}")

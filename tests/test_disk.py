@@ -19,10 +19,10 @@ import pytest
 from forks import Running
 
 import jax_mx
-from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.launch import compiler, files, store
 from jax_mx.launch.content import key_of
 from jax_mx.products.choices import Choice
+from jax_mx.shipping.shipped import SHIPPED
 
 OPERATIONS = ["open", "fdopen", "write", "close", "replace", "unlink", "makedirs"]
 ERRORS = {

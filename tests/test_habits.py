@@ -28,16 +28,16 @@ from jax.interpreters import mlir
 from jaxlib.mlir import ir
 
 import jax_mx
-from jax_mx.facts import amd
-from jax_mx.facts.product_kernels import archs_of
-from jax_mx.facts.variants import layouts_of
-from jax_mx.facts.windows import ROW, SQUARE
-from jax_mx.kernels.shipped import existing
+from jax_mx.formats.windows import ROW, SQUARE
 from jax_mx.launch import toolchains
 from jax_mx.launch.chips import ARCHS
 from jax_mx.products import implementations, kernels
 from jax_mx.products.kernel_plans import ROWS
-from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.facts import amd
+from jax_mx.quantizing.facts.product_kernels import archs_of
+from jax_mx.quantizing.facts.variants import layouts_of
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.shipping.shipped import existing
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -276,7 +276,7 @@ def test_the_path_of_a_product():
     x, w = jnp.ones((3, 64, 96), jnp.bfloat16), jnp.ones((96, 64), jnp.bfloat16)
     with lowered_apart(), followed(PATHED) as found:
         jax.jit(_loss(jax_mx.matmul, x, w)).trace(x, w).lower(lowering_platforms=("cpu",))
-    ours = [name for name in found if name.startswith("products/") or name == "ops/quantizing"]
+    ours = [name for name in found if name.startswith("products/") or name == "quantizing/calling"]
     assert [*dict.fromkeys(ours)] == said
 
 
