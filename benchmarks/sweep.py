@@ -159,8 +159,8 @@ def _of_norms(variant: Variant) -> Iterator[Any]:
             yield norms.Whole(threads, 4, rows)
         return
     sizes = ((4, 2, 2), (4, 4, 4), (8, 2, 4))
-    for (down, across, each), lag in itertools.product(sizes, (2, 3, 4, 5, 6)):
-        yield norms.Bands(down, across, each=each, lag=lag)
+    for (down, across, share), lag in itertools.product(sizes, (2, 3, 4, 5, 6)):
+        yield norms.Bands(down, across, share=share, lag=lag)
 
 
 def _of_products(product: ProductKernel) -> Iterator[Any]:

@@ -43,12 +43,12 @@ def one_of(sentence: str, value: Any, allowed: Collection[int]) -> int:
       TypeError, ValueError: it is none, with this sentence.
     """
     try:
-        found = whole(value)
+        number = whole(value)
     except TypeError as error:
         raise TypeError(sentence) from error
-    if found not in allowed:
+    if number not in allowed:
         raise ValueError(sentence)
-    return found
+    return number
 
 
 def name_among(kind: str, names: Collection[str], value: Any) -> str:
@@ -140,22 +140,22 @@ def floats(op: str, x: Any, name: str = "x") -> Any:
             return jnp.asarray(x)
     except (TypeError, ValueError):
         pass
-    kind = type(x)
-    what = shown(x) if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+    cls = type(x)
+    value = shown(x) if cls.__module__ == "builtins" else f"a {cls.__module__}.{cls.__qualname__}"
     way = f"; jax.dlpack.from_dlpack({name}) makes one of it" if hasattr(x, "__dlpack__") else ""
-    raise TypeError(f"{op}: {name} is {what}, must be an array of floats of JAX or NumPy{way}")
+    raise TypeError(f"{op}: {name} is {value}, must be an array of floats of JAX or NumPy{way}")
 
 
 def float_dtype(op: str, name: str, dtype: Any) -> np.dtype:
     """One of `FLOAT_DTYPES`, in the machine's byte order."""
     allowed = ", ".join(FLOAT_DTYPES)
     try:
-        found = jnp.dtype(dtype if dtype is not None else "nothing").newbyteorder("=")
+        named = jnp.dtype(dtype if dtype is not None else "nothing").newbyteorder("=")
     except (TypeError, ValueError) as error:
         raise TypeError(f"{op}: {name} is {shown(dtype)}, must be one of {allowed}") from error
-    if found not in FLOAT_DTYPES.values():
-        raise TypeError(f"{op}: {name} is {found.name}, must be one of {allowed}; convert it first")
-    return found
+    if named not in FLOAT_DTYPES.values():
+        raise TypeError(f"{op}: {name} is {named.name}, must be one of {allowed}; convert it first")
+    return named
 
 
 def axis_of(op: str, axis: Any, ndim: int) -> int:
@@ -187,7 +187,7 @@ def block_of(op: str, block: Any) -> tuple[int, ...]:
 
 def window_of(op: str, window: Any, *more: Window) -> Window:
     """One of `WINDOWS`, or of more that an op takes."""
-    allowed = ", ".join(repr(each) for each in (*WINDOWS[:-1], *more))
+    allowed = ", ".join(repr(choice) for choice in (*WINDOWS[:-1], *more))
     sentence = f"{op}: window must be {allowed} or {WINDOWS[-1]}, got {shown(window)}"
     try:
         if isinstance(window, tuple | list):

@@ -37,7 +37,7 @@ class Layout:
         """How far apart two neighbouring columns lie in a tile, but for the edge of a digit."""
         sizes = (*self.row_digits, *self.col_digits)
         faster = self.order[self.order.index(len(sizes) - 1) + 1 :] if sizes else ()
-        return math.prod(sizes[place] for place in faster)
+        return math.prod(sizes[digit] for digit in faster)
 
     @property
     def is_tiled(self) -> bool:

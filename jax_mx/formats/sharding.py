@@ -59,9 +59,9 @@ def unsplit(x: jax.Array, names: Collection[str], axes: Iterable[int]) -> jax.Ar
     """x, some of whose axes some mesh axes no longer split, on a mesh with explicit axes."""
     spec = [*spec_of(x)]
     for axis in axes:
-        own, _ = shards_of(x, axis)
-        if kept := [name for name in own if name not in names]:
-            spec[axis] = spec[axis] if len(kept) == len(own) else tuple(kept)
+        axis_names, _ = shards_of(x, axis)
+        if kept := [name for name in axis_names if name not in names]:
+            spec[axis] = spec[axis] if len(kept) == len(axis_names) else tuple(kept)
         else:
             spec[axis] = None
     return x if tuple(spec) == spec_of(x) else resharded(x, spec, jax.typeof(x).sharding.mesh)

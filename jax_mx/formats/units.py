@@ -46,7 +46,7 @@ def covered(
 
 def moved(order: Order, places: Mapping[int, tuple[int, ...]]) -> Order:
     """The same order for a tail whose dimension i became the dimensions places[i]."""
-    return tuple(place for i in order for place in places[i])
+    return tuple(dimension for i in order for dimension in places[i])
 
 
 def split(length: int, unit: int) -> tuple[int, int]:

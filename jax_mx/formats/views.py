@@ -204,9 +204,9 @@ def _of_memory(layout: Layout, lead: int) -> tuple[int, ...]:
     """From (lead, row tiles, row digits, column tiles, column digits) to memory order."""
     digits_r = len(layout.row_digits)
     row_tiles, col_tiles = lead, lead + 1 + digits_r
-    place = [row_tiles + 1 + i for i in range(digits_r)]
-    place += [col_tiles + 1 + i for i in range(len(layout.col_digits))]
-    return (*range(lead), row_tiles, col_tiles, *(place[i] for i in layout.order))
+    digits = [row_tiles + 1 + i for i in range(digits_r)]
+    digits += [col_tiles + 1 + i for i in range(len(layout.col_digits))]
+    return (*range(lead), row_tiles, col_tiles, *(digits[i] for i in layout.order))
 
 
 # ---- shapes and partition specs of stored arrays ---
@@ -622,11 +622,11 @@ class Viewed:
         if transpose and axes != (-1,):
             shape, spec = (moved_last(dims, axes[0]) for dims in (shape, spec))
             axes, moves = result.last, False
-        found = []
+        arrays = []
         sides = (axes[-1:], format.codes_per_byte, result.values_in), (axes, BLOCK, result.layout)
         for array, (along, by, layout) in zip(views, sides, strict=True):
             stored = stored_shape(shape, along, layout, by), stored_spec(spec, axes, layout)
             array = from_view(array, *stored, result.order_in(layout))
             moved = moves and not layout.is_tiled
-            found.append(jnp.moveaxis(array, -2, self.axis) if moved else array)
-        return found, self.axis if moves else axes[-1]
+            arrays.append(jnp.moveaxis(array, -2, self.axis) if moved else array)
+        return arrays, self.axis if moves else axes[-1]

@@ -80,9 +80,9 @@ class Worker:
             if not line.endswith(b"\n"):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(1)  # so that its last words are there
-                words = self._last_words()
+                last_words = self._last_words()
                 self.stop()
-                raise CompileError(f"the compiler of {self.dsl} gave no answer{words}")
+                raise CompileError(f"the compiler of {self.dsl} gave no answer{last_words}")
             return json.loads(line)
 
     def _start(self, bytecode: Path) -> None:

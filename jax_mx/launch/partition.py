@@ -429,7 +429,7 @@ def _kernels(config: Mapping[str, Any], avals: Sequence[Any], target: Target) ->
     for names, types in tried:
         split = Split({"p0": target.devices}, dict.fromkeys(rule.parts, names), {})
         shard = _shard(config, split)
-        operands = [jax.ShapeDtypeStruct(*each) for each in types]
+        operands = [jax.ShapeDtypeStruct(*operand) for operand in types]
         with calls.kernels_needed() as more:
             where = (split.sizes, target.platform, not target.carries)
             private.shard_module(TARGET, shard, operands, *where)

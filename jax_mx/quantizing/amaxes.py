@@ -53,14 +53,14 @@ def _amaxes_avals(x, *other, plan: ProductPlan):
 def _of_both_avals(view, *, plan: Plan):
     """For each direction as `reference.amax_of` keeps dimensions."""
     agree("mx_amaxes_of_both", view)
-    found = []
+    avals = []
     for result in plan.view.results:
         along = [d % view.ndim for d in plan.view.along(result)]
         shape = tuple(1 if i in along else n for i, n in enumerate(view.shape))
         spec = [None if i in along else axes for i, axes in enumerate(view.sharding.spec)]
         sharding = view.sharding.update(spec=PartitionSpec(*spec))
-        found.append(view.update(shape=shape, dtype=AMAX, weak_type=False, sharding=sharding))
-    return found
+        avals.append(view.update(shape=shape, dtype=AMAX, weak_type=False, sharding=sharding))
+    return avals
 
 
 def _of_both_reference(view, *, plan: Plan):
@@ -69,9 +69,9 @@ def _of_both_reference(view, *, plan: Plan):
 
 def _of_both_from_matrices(view, *, plan: Plan):
     """The same of x as it lies: a kernel reads it once."""
-    found = _of_matrices(view, plan.view)
+    amaxes = _of_matrices(view, plan.view)
     avals = _of_both_avals(jax.typeof(view), plan=plan)
-    return [a.reshape(aval.shape) for a, aval in zip(found, avals, strict=True)]
+    return [a.reshape(aval.shape) for a, aval in zip(amaxes, avals, strict=True)]
 
 
 def _of_matrices(floats, view: View) -> list:
@@ -112,8 +112,8 @@ def _lower_of_both(platform: str | None, ctx, view, *, plan: Plan):
 
 def _batch_of_both(args, dims, *, plan: Plan):
     """Leading dimensions are batch dimensions."""
-    found = amaxes_of_both_p.bind(jnp.moveaxis(args[0], dims[0], 0), plan=plan)
-    return found, [0] * len(found)
+    amaxes = amaxes_of_both_p.bind(jnp.moveaxis(args[0], dims[0], 0), plan=plan)
+    return amaxes, [0] * len(amaxes)
 
 
 def _lower_made(platform: str | None, ctx, *operands, plan: ProductPlan):
@@ -137,10 +137,10 @@ def _made_rule(operands: Sequence[Any], plan: ProductPlan) -> Rule:
         (*names, *[""] * (a.ndim - len(names)))
         for a, names in zip(operands, plan.source.split, strict=True)
     ]
-    made = ("", ROWS), (ROWS, COLUMNS), (ROWS, COLUMNS)
-    count = len(plan.signature.results) // len(made)
+    results = ("", ROWS), (ROWS, COLUMNS), (ROWS, COLUMNS)
+    count = len(plan.signature.results) // len(results)
     return Rule(
-        tuple(dims), made * count, {ROWS: plan.parts, COLUMNS: operands[0].shape[1] // BLOCK}
+        tuple(dims), results * count, {ROWS: plan.parts, COLUMNS: operands[0].shape[1] // BLOCK}
     )
 
 
@@ -168,8 +168,8 @@ def _batch_amaxes(primitive: Primitive, args, dims, *, plan: ProductPlan):
     if plan.source:
         return one_by_one(functools.partial(primitive.bind, plan=plan), args, dims)
     x = jnp.moveaxis(args[0], dims[0], 0)
-    found = primitive.bind(x.reshape(-1, *x.shape[2:]), plan=plan)
-    return [a.reshape(*x.shape[:2], -1) for a in found], [0] * len(found)
+    amaxes = primitive.bind(x.reshape(-1, *x.shape[2:]), plan=plan)
+    return [a.reshape(*x.shape[:2], -1) for a in amaxes], [0] * len(amaxes)
 
 
 def _amaxes_reference(x: jax.Array, *other: jax.Array, plan: Any) -> list:

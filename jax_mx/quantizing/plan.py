@@ -121,7 +121,7 @@ class Plan:
     @property
     def signature(self) -> Signature:
         """The arrays of the call, with those that it lacks."""
-        kinds = [each.kind for each in self.preprocessing]
+        kinds = [steps.kind for steps in self.preprocessing]
         return signature_of(self.op.removesuffix("_both"), kinds, self.source)
 
     @property
@@ -146,13 +146,13 @@ class Plan:
     @property
     def gives_floats(self) -> bool:
         """Whether floats come out of it, in place of the codes of some result."""
-        return any(own.dequantized for own in self.preprocessing)
+        return any(steps.dequantized for steps in self.preprocessing)
 
     @property
     def finding(self) -> Plan:
         """The plan whose one call finds the amaxes of windows that are rows, and quantizes."""
-        each = (dataclasses.replace(own, finds=own.window == ROW) for own in self.preprocessing)
-        return dataclasses.replace(self, preprocessing=tuple(each))
+        changed = (dataclasses.replace(p, finds=p.window == ROW) for p in self.preprocessing)
+        return dataclasses.replace(self, preprocessing=tuple(changed))
 
     @property
     def of_rows(self) -> Plan:
@@ -172,8 +172,8 @@ class Plan:
     @property
     def of_codes(self) -> Plan:
         """The plan of the same codes, all of which come out."""
-        each = (dataclasses.replace(own, dequantized=False) for own in self.preprocessing)
-        return dataclasses.replace(self, preprocessing=tuple(each))
+        changed = (dataclasses.replace(p, dequantized=False) for p in self.preprocessing)
+        return dataclasses.replace(self, preprocessing=tuple(changed))
 
     @property
     def inverse(self) -> Plan:
@@ -209,9 +209,9 @@ class Plan:
     @property
     def covers(self) -> list[tuple[int, int]]:
         """How many rows and elements of each result stay whole; see `units.covered`."""
-        each = zip(self.value_layouts, self.formats, self.preprocessing, strict=True)
+        results = zip(self.value_layouts, self.formats, self.preprocessing, strict=True)
         return [
-            covered(self.scale_layout, v, f.codes_per_byte, p.group, p.rows) for v, f, p in each
+            covered(self.scale_layout, v, f.codes_per_byte, p.group, p.rows) for v, f, p in results
         ]
 
     @functools.cached_property
@@ -227,12 +227,12 @@ class Plan:
         """The numbers that a kernel may ask for by name."""
         if self.scaling is None:
             return {}
-        found = {**self.source.scalars}
-        for i, (format, own) in enumerate(zip(self.formats, self.preprocessing, strict=True)):
+        numbers = {**self.source.scalars}
+        for i, (format, steps) in enumerate(zip(self.formats, self.preprocessing, strict=True)):
             add, exception = self.scaling.rounding(format)
-            prescale = np.float32(own.prescale or 0)
-            flips = np.array(own.flips or (0, 0), np.uint32).view(np.int32)
-            found |= {
+            prescale = np.float32(steps.prescale or 0)
+            flips = np.array(steps.flips or (0, 0), np.uint32).view(np.int32)
+            numbers |= {
                 f"round_add_{i}": add,
                 f"round_exception_{i}": exception,
                 f"zero_scale_{i}": self.zero_scale,
@@ -241,7 +241,7 @@ class Plan:
                 f"flips_odd_{i}": int(flips[1]),
                 f"value_tiles_{i}": int(self.value_layouts[i].is_tiled),
             }
-        return found
+        return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,9 +329,9 @@ def described(plan: AnyPlan) -> dict[str, Any]:
 
 def plan_in(description: Mapping[str, Any]) -> AnyPlan:
     """The inverse of `described`."""
-    kind = Plan if "preprocessing" in description else ProductPlan
+    plan_class = Plan if "preprocessing" in description else ProductPlan
     fields = {name: _READ.get(name, _as_is)(value) for name, value in description.items()}
-    return kind(**fields)
+    return plan_class(**fields)
 
 
 def _text(value: Any) -> Any:

@@ -40,27 +40,28 @@ def _support(plan: AnyPlan, target: Target) -> tuple[Support, list[str]]:
     """The implementation that serves a plan, and the chips that it is for."""
     if target.chips is not None or target.platform not in chip_table.DSLS:
         return registry.chosen(plan, target.platform, target.chips or ()), target.chips or []
-    found = registry.chosen(plan, target.platform, ())  # an export: some chip at least
+    choice = registry.chosen(plan, target.platform, ())  # an export: some chip at least
     every = store.exported(chip_table.chips_of(chip_table.DSLS[target.platform]))
-    if found.kernels and not every:
+    if choice.kernels and not every:
         why = f"JAX_MX_ARCHS names no chip of {target.platform}"
         refusal = Refusal(plan.name, why)
         say_once(f"exporting without kernels: {refusal}")
         named = plan.implementation
         return Support(named, refusal=refusal) if named else Support("xla"), []
-    each = {chip: registry.candidates(plan, target.platform, [chip])[0] for chip in every}
-    chips = [chip for chip, support in each.items() if support.kernels == found.kernels]
-    if found.kernels and len(chips) < len(every):
+    by_chip = {chip: registry.candidates(plan, target.platform, [chip])[0] for chip in every}
+    chips = [chip for chip, support in by_chip.items() if support.kernels == choice.kernels]
+    if choice.kernels and len(chips) < len(every):
         missing = [chip for chip in every if chip not in chips]
         say_once(
-            f"exporting {plan.name} without kernels for {', '.join(missing)}: {each[missing[0]]}"
+            f"exporting {plan.name} without kernels for {', '.join(missing)}: {by_chip[missing[0]]}"
         )
-    if every and not found.kernels and store.names_chips() and plan.implementation != "xla":
+    if every and not choice.kernels and store.names_chips() and plan.implementation != "xla":
         refused = registry.candidates(plan, target.platform, every[:1])[0]
         say_once(f"exporting {plan.name} without kernels for {', '.join(every)}: {refused}")
-    if found.kernels and not chips:
-        found = registry.chosen(plan, target.platform, every[:1])  # "xla", or why not the one named
-    return found, chips
+    if choice.kernels and not chips:
+        # "xla", or why not the one named.
+        choice = registry.chosen(plan, target.platform, every[:1])
+    return choice, chips
 
 
 def serves_by_itself(plan: AnyPlan, target: Target) -> bool:
@@ -257,8 +258,8 @@ def one_by_one(bind: Callable[..., list], args, dims) -> tuple[list, list]:
     def entries(*moved):
         def one(mapped):
             rest: Iterator = iter(mapped)
-            own = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
-            return bind(*own)
+            operands = [a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)]
+            return bind(*operands)
 
         return jax.lax.map(one, [a for a, d in zip(moved, dims, strict=True) if d is not None])
 

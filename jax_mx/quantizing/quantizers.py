@@ -82,9 +82,9 @@ def _floats(operands: Sequence[Any], plan: Plan):
 def _quantized(x, view: View, plan: Plan) -> list:
     """The abstract values and scales of each of the view's results; or the floats, like x."""
     out = []
-    each = zip(view.results, plan.formats, plan.preprocessing, strict=True)
-    for result, format, own in each:
-        if own.dequantized:
+    results = zip(view.results, plan.formats, plan.preprocessing, strict=True)
+    for result, format, steps in results:
+        if steps.dequantized:
             out.append(x.update(dtype=plan.dtype, weak_type=False))
             continue
         for shape, dtype in (
@@ -109,21 +109,21 @@ def _dequantize_avals(values, scales, *, plan: Plan):
 
 def _by_direction(plan: Plan, block_data: Sequence[jax.Array]) -> list[dict[str, jax.Array]]:
     """For each direction its block data, by the first part of the operand's name."""
-    found: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
+    directions: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
     for array, data in zip(plan.block_data, block_data, strict=True):
-        found[array.of][array.name.rpartition("_")[0]] = data
-    return found
+        directions[array.of][array.name.rpartition("_")[0]] = data
+    return directions
 
 
-def _scaled_elements(x, result: Result, own: Preprocessing, data: Mapping[str, jax.Array]):
+def _scaled_elements(x, result: Result, steps: Preprocessing, data: Mapping[str, jax.Array]):
     """The elements that are scaled: x itself, or x transformed and multiplied by a prescale."""
-    if own.hadamard:
+    if steps.hadamard:
         (along,) = result.block
-        flips = data["signs"] if own.flips is None else result.by_parity(own.flips, x.shape)
+        flips = data["signs"] if steps.flips is None else result.by_parity(steps.flips, x.shape)
         x = reference.flipped(x, flips, along)
-        x = reference.hadamard(reference.widened(x), own.hadamard, along, result.number)
-    if own.prescale is not None:
-        x = reference.times(reference.widened(x), own.prescale)
+        x = reference.hadamard(reference.widened(x), steps.hadamard, along, result.number)
+    if steps.prescale is not None:
+        x = reference.times(reference.widened(x), steps.prescale)
     return x
 
 
@@ -133,30 +133,31 @@ def _of_blocks(amax, y, result: Result):
     return amax if amax.shape == shape else spread(amax, shape, spec_of(y))
 
 
-def _amaxes(y, result: Result, own: Preprocessing, data: Mapping[str, jax.Array], along: Shape):
+def _amaxes(y, result: Result, steps: Preprocessing, data: Mapping[str, jax.Array], along: Shape):
     """For each block of what is scaled its window's largest magnitude; None: its own.
 
     `along` are the dimensions of a whole row, or of a square block.
     """
-    if own.window == BLOCK:
+    if steps.window == BLOCK:
         return None
-    if own.window in (ROW, SQUARE):
-        amax = data["amaxes"] if own.kind.takes_amaxes else reference.amax_of(y, along)
+    if steps.window in (ROW, SQUARE):
+        amax = data["amaxes"] if steps.kind.takes_amaxes else reference.amax_of(y, along)
         return _of_blocks(amax, y, result)
-    return reference.over_windows(reference.amax_of(y, result.block), result.blocks_in(own.window))
+    blocks = result.blocks_in(steps.window)
+    return reference.over_windows(reference.amax_of(y, result.block), blocks)
 
 
 def _with_derived(
-    view, given: Sequence[jax.Array], plan: Plan, once: bool, rows: Sequence[Rows]
+    view, passed: Sequence[jax.Array], plan: Plan, once: bool, rows: Sequence[Rows]
 ) -> list[jax.Array]:
     """The block data that a call takes, for what callers pass of it: with the amaxes of rows.
 
     `once`: each row, or column, has its amax once, as a kernel reads it, not for each block.
     """
-    found, rest = [], iter(given)
+    with_derived, rest = [], iter(passed)
     known: list[dict[str, jax.Array]] = [{} for _ in plan.formats]
     # Both ways from one read, where nothing changes elements before.
-    plain = all(own == plan.preprocessing[0] and not own.hadamard for own in plan.preprocessing)
+    plain = all(p == plan.preprocessing[0] and not p.hadamard for p in plan.preprocessing)
     both = plain and len(plan.formats) == 2 and plan.preprocessing[0].prescale is None
     both = both and all(windows.count == 1 for windows in rows)
     pair = (
@@ -178,8 +179,8 @@ def _with_derived(
             known[i][name] = amax if once else _of_blocks(amax, y, result)
         else:
             known[i][name] = next(rest)
-        found.append(known[i][name])
-    return found
+        with_derived.append(known[i][name])
+    return with_derived
 
 
 def _of_parts(y, plan: Plan, i: int, count: int):
@@ -191,18 +192,18 @@ def _of_parts(y, plan: Plan, i: int, count: int):
 
 def _quantize_via_codes(*operands, plan: Plan):
     """The primitive with codes in place of floats, and these behind it; of two results by XLA."""
-    outs, found = iter(quantize_p.bind(*operands, plan=plan.of_codes)), []
-    for result, format, own in zip(
+    outs, results = iter(quantize_p.bind(*operands, plan=plan.of_codes)), []
+    for result, format, steps in zip(
         plan.view.results, plan.formats, plan.preprocessing, strict=True
     ):
         pair = next(outs), next(outs)
-        if not own.dequantized:
-            found += pair
+        if not steps.dequantized:
+            results += pair
         elif len(plan.formats) == 1:
-            found += dequantize_p.bind(*pair, plan=plan.inverse)
+            results += dequantize_p.bind(*pair, plan=plan.inverse)
         else:
-            found.append(_floats_of_codes(*pair, result, format, plan.dtype))
-    return [*found, *outs]
+            results.append(_floats_of_codes(*pair, result, format, plan.dtype))
+    return [*results, *outs]
 
 
 def _quantize_reference(x, *block_data, plan: Plan):
@@ -218,19 +219,19 @@ def _quantize_reference(x, *block_data, plan: Plan):
         _by_direction(plan, block_data),
         strict=True,
     )
-    for result, format, own, data in quantized:
+    for result, format, steps, data in quantized:
         noise, last = None, (result.block, result.last)
-        if own.stochastic:
+        if steps.stochastic:
             noise = jnp.moveaxis(reference.noise(data["seeds"], result.block), *last)
-        y = _scaled_elements(x, result, own, data)
+        y = _scaled_elements(x, result, steps, data)
         along = plan.view.along(result)
-        if own.window == SQUARE:
+        if steps.window == SQUARE:
             along = tuple(d for result_view in plan.view.results for d in result_view.block)
-        amax = _amaxes(y, result, own, data, along)
+        amax = _amaxes(y, result, steps, data, along)
         amax = amax if amax is None else jnp.moveaxis(amax, *last)
         blocks, scaling = jnp.moveaxis(y, *last), cast(Scaling, plan.scaling)
-        how = (format, scaling, result.last, plan.zero_scale, noise, amax)
-        values, scales = reference.quantize(blocks, *how)
+        settings = (format, scaling, result.last, plan.zero_scale, noise, amax)
+        values, scales = reference.quantize(blocks, *settings)
         values, scales = (jnp.moveaxis(a, result.last, result.block) for a in (values, scales))
         out += [result.pack(values, result.values_in), result.pack(scales, result.layout)]
     return out
@@ -265,10 +266,10 @@ def _quantize_via_transpose(x, *block_data, plan: Plan):
     """`_quantize_reference`, with the primitive along rows: x is transposed for it."""
     out, view = [], plan.view
     lead = x.ndim - view.tail
-    each = zip(
+    directions = zip(
         view.results, registry.last_axis_plans(plan), _by_direction(plan, block_data), strict=True
     )
-    for result, alone, data in each:
+    for result, alone, data in directions:
         (block,) = (dimension % view.tail for dimension in result.block)
         order = (*(i for i in result.order if i != block), block)  # results lie so, or nearly
         data = {n: _of_blocks(a, x, result) if n == "amaxes" else a for n, a in data.items()}
@@ -354,9 +355,9 @@ def _lower_rows(
         view = _floats(ctx.avals_in, plan)
         rows = tuple(
             Rows(target.shards_of(_along(view, plan, i), BLOCK))
-            if own.window == SHARD and not by_xla
+            if steps.window == SHARD and not by_xla
             else Rows()
-            for i, own in enumerate(plan.preprocessing)
+            for i, steps in enumerate(plan.preprocessing)
         )
         plan = plan if by_xla else plan.of_rows
         if is_shared:
@@ -476,9 +477,9 @@ def _quantize_rows(
     elif plan.source:
         outs = _quantize_made_rows(operands, plan, target, rows)
     else:
-        view, *given = operands
+        view, *block_data = operands
         once = all(windows.count == 1 for windows in rows) and _takes_each_once(plan, target)
-        data = _with_derived(view, given, plan, once, rows)
+        data = _with_derived(view, block_data, plan, once, rows)
         outs = quantize_p.bind(view, *data, plan=plan)
     return [*itertools.compress(outs, read)]
 
@@ -502,10 +503,10 @@ def _quantize_made_rows(
     Or they are there, and their amaxes are known.
     """
     plain = dataclasses.replace(plan, source=X)
-    _, found = finding(plan)
+    _, amax_plan = finding(plan)
     known, single = plan.source.has_amaxes, all(windows.count == 1 for windows in rows)
     served = single and _takes_each_once(plain, target)
-    if not (served and (known or serves_by_itself(found, target))):
+    if not (served and (known or serves_by_itself(amax_plan, target))):
         # Where XLA splits the program, the call of floats learns of its own windows.
         windows = () if target.partitioned else tuple(rows)
         return _quantize_via_floats(*operands, plan=plan, rows=windows)
@@ -513,11 +514,11 @@ def _quantize_made_rows(
     if known:
         amaxes, floats = other, x
     else:
-        *amaxes, floats = amaxes_p.bind(x, *other, plan=found)
+        *amaxes, floats = amaxes_p.bind(x, *other, plan=amax_plan)
     viewed = Viewed.of(plain.view, floats.shape, (None,) * 2, plan.first_axis)
     data = []
-    each = zip(plain.view.results, plan.form.directions, rows, strict=True)
-    for result, direction, windows in each:
+    directions = zip(plain.view.results, plan.form.directions, rows, strict=True)
+    for result, direction, windows in directions:
         along = [i % len(viewed.shape) for i in plain.view.along(result)]
         shape = [1 if i in along else n for i, n in enumerate(viewed.shape)]
         amax = amaxes[direction.blocks is Blocks.SECOND].max(0).reshape(shape)
@@ -536,9 +537,9 @@ def _one_of_both(
     shape = (*view.shape[:lead], *(n * BLOCK for n in view.shape[lead : lead + 2]))
     shape = floats_shape(operands, plan) if source else shape
     fields = ("formats", "preprocessing", "value_layouts")
-    own: dict[str, Any] = {name: (getattr(plan, name)[i],) for name in fields}
-    own |= {"op": "quantize", "axis": -1 - i, "transpose": i == 1 and plan.transpose}
-    alone = dataclasses.replace(plan, **own)
+    changes: dict[str, Any] = {name: (getattr(plan, name)[i],) for name in fields}
+    changes |= {"op": "quantize", "axis": -1 - i, "transpose": i == 1 and plan.transpose}
+    alone = dataclasses.replace(plan, **changes)
     spec = (None,) * len(shape)
     both, one = (Viewed.of(p.view, shape, spec, p.first_axis) for p in (plan, alone))
     if source:

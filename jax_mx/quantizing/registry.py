@@ -92,9 +92,9 @@ class Support:
         if self.refusal:
             return self.reason
         names = ", ".join(kernel.name for kernel in self.kernels) or "runs everywhere"
-        how = " along rows" * self.via_transpose + " of floats that XLA makes" * self.via_floats
-        how += ", whose codes other kernels dequantize" * self.via_codes
-        return f"{self.implementation}: {names}{how}"
+        route = " along rows" * self.via_transpose + " of floats that XLA makes" * self.via_floats
+        route += ", whose codes other kernels dequantize" * self.via_codes
+        return f"{self.implementation}: {names}{route}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,14 +136,14 @@ def candidates(
         why = f"implementation {named.name!r} runs on {named.platform}, not on {platform}"
         refusal = Refusal(plan.name, why, instead="use implementation=None or 'xla'")
         return [Support(named.name, refusal=refusal)]
-    asked = [each for each in table.values() if each.platform in (platform, "any")]
-    return [each.support(plan, chips) for each in asked]
+    rows = [row for row in table.values() if row.platform in (platform, "any")]
+    return [row.support(plan, chips) for row in rows]
 
 
 def chosen(plan: AnyPlan, platform: str, chips: Sequence[str]) -> Support:
     """The first candidate that serves the plan; if none does, as one was named, that one."""
-    each = candidates(plan, platform, chips)
-    return next((support for support in each if support), each[0])
+    answers = candidates(plan, platform, chips)
+    return next((support for support in answers if support), answers[0])
 
 
 def missing(promised: Support, call: str, chips: Sequence[str], instead: Support) -> Refusal:
@@ -166,8 +166,8 @@ def last_axis_plans(plan: Plan) -> list[Plan]:
     }
     alone |= {"value_layouts": (ROW_MAJOR_VALUES,)}
     return [
-        dataclasses.replace(plan, formats=(format,), preprocessing=(own,), **alone)
-        for format, own in zip(plan.formats, plan.preprocessing, strict=True)
+        dataclasses.replace(plan, formats=(format,), preprocessing=(steps,), **alone)
+        for format, steps in zip(plan.formats, plan.preprocessing, strict=True)
     ]
 
 
@@ -196,18 +196,18 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
     """The support of a DSL's kernels."""
 
     def support(plan: AnyPlan, chips: Sequence[str]) -> Support:
-        found = of_floats(plan, chips)
-        if found or isinstance(plan, ProductPlan):
-            return found
+        answer = of_floats(plan, chips)
+        if answer or isinstance(plan, ProductPlan):
+            return answer
         if plan.gives_floats:
             codes = support(plan.of_codes, chips)
             if not codes.via_floats:  # else a kernel may still make codes and floats at once
                 return dataclasses.replace(codes, via_codes=bool(codes))
         if not plan.source:
-            return found
-        made = support(dataclasses.replace(plan, source=X), chips)
+            return answer
+        plain = support(dataclasses.replace(plan, source=X), chips)
         never = not plan.source.is_fused_by(dsl)
-        return dataclasses.replace(made, via_floats=bool(made), never_fused=never)
+        return dataclasses.replace(plain, via_floats=bool(plain), never_fused=never)
 
     def of_floats(plan: AnyPlan, chips: Sequence[str]) -> Support:
         direct = _one_kernel(dsl, plan, chips)
@@ -215,15 +215,15 @@ def _kernels(dsl: str) -> Callable[[AnyPlan, Sequence[str]], Support]:
             return direct
         # Few plans with preprocessing have kernels of their own; the others go along rows. Not
         # transforms that span two blocks: rows do not tell which blocks are neighbours.
-        preprocessed = plan.scaling and any(str(own) for own in plan.preprocessing)
+        preprocessed = plan.scaling and any(str(steps) for steps in plan.preprocessing)
         preprocessed = preprocessed and not plan.source
-        spans_two = any(own.group > BLOCK for own in plan.preprocessing)
+        spans_two = any(steps.group > BLOCK for steps in plan.preprocessing)
         if direct or plan.is_square or not preprocessed or spans_two:
             return direct
-        each = [_one_kernel(dsl, alone, chips) for alone in last_axis_plans(plan)]
-        for refusal in (support.refusal for support in each if support.refusal):
+        answers = [_one_kernel(dsl, alone, chips) for alone in last_axis_plans(plan)]
+        for refusal in (support.refusal for support in answers if support.refusal):
             return Support(dsl, refusal=dataclasses.replace(refusal, call=plan.name))
-        kernels = tuple(kernel for support in each for kernel in support.kernels)
+        kernels = tuple(kernel for support in answers for kernel in support.kernels)
         return Support(dsl, kernels, via_transpose=True)
 
     return support
@@ -286,11 +286,11 @@ def _product_for(plan: ProductPlan, dsl: str) -> tuple[ProductKernel | None, str
 def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
     """The DSL's variant that serves a plan; or None, and for what there is none."""
     op = plan.op.removesuffix("_both")
-    each = [str(own) if plan.scaling else "" for own in plan.preprocessing]  # dequantize: none
-    asked = each[0]
-    if len({*each}) > 1:
-        asked = f"the pair ({', '.join(what or 'none' for what in each)})"
-    kinds = tuple(own.kind for own in plan.preprocessing) if asked else ()
+    steps = [str(p) if plan.scaling else "" for p in plan.preprocessing]  # dequantize: none
+    asked = steps[0]
+    if len({*steps}) > 1:
+        asked = f"the pair ({', '.join(step or 'none' for step in steps)})"
+    kinds = tuple(p.kind for p in plan.preprocessing) if asked else ()
     fields = (plan.form, plan.dtype.name, plan.formats, kinds, plan.source.kernel)
     variant, layout = Variant(op, dsl, *fields), plan.scale_layout.name
     zero_scales = [{0, 127} if takes_zero_scale(format) else {0} for format in plan.formats]
@@ -324,8 +324,8 @@ def _lack(plan: Plan, variant: Variant, zero_scales: list[set[int]], asked: str)
     ]
     for name, value, have in checks:
         if value not in have:
-            beside = f" with {asked}" if asked else ""
-            return f" for {name} {value}{beside}, only for {', '.join(sorted(have))}"
+            suffix = f" with {asked}" if asked else ""
+            return f" for {name} {value}{suffix}, only for {', '.join(sorted(have))}"
     names = " and ".join(dict.fromkeys(f.name for f in plan.formats))
     dtypes = sorted({v.dtype for v in of_form if v.formats == plan.formats})
     if not dtypes:

@@ -18,7 +18,7 @@ class Buffer:
     size: int
     writable: bool
     bytes: np.ndarray  # uint8 (size,)
-    words: np.ndarray  # uint32, from the last multiple of 4 at or before the address
+    uint32s: np.ndarray  # from the last multiple of 4 at or before the address
     name: str
     array: np.ndarray  # whose bytes these are
 
@@ -57,8 +57,8 @@ class Global:
         if (host - address) % 4:
             raise ValueError(f"address {address:#x} has other low bits than the array, {host:#x}")
         whole = -(-(size + host % 4) // 4) * 4 if size else 0
-        words = _view(host - host % 4, whole).view(np.uint32)
-        buffer = Buffer(address, size, writable, _view(host, size), words, name, array)
+        uint32s = _view(host - host % 4, whole).view(np.uint32)
+        buffer = Buffer(address, size, writable, _view(host, size), uint32s, name, array)
         self.buffers.append(buffer)
         return address
 
@@ -69,7 +69,7 @@ class Global:
         buffer, at = self._find(addresses, size, "read")
         if size >= 4:
             first = (at + buffer.address % 4) >> 2
-            return [buffer.words[first + i] for i in range(size // 4)]
+            return [buffer.uint32s[first + i] for i in range(size // 4)]
         parts = [buffer.bytes[at + i].astype(np.uint32) << np.uint32(8 * i) for i in range(size)]
         return [sum(parts[1:], parts[0])]
 
@@ -83,7 +83,7 @@ class Global:
         if size >= 4:
             first = (at + buffer.address % 4) >> 2
             for i in range(size // 4):
-                buffer.words[first + i] = words[i]
+                buffer.uint32s[first + i] = words[i]
         else:
             for i in range(size):
                 buffer.bytes[at + i] = (words[0] >> np.uint32(8 * i)).astype(np.uint8)

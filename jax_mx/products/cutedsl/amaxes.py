@@ -91,10 +91,10 @@ class Amaxes(ProductEntry):
         x, rows, columns = self.signature.named(pointers).values()
         _, r, c, _ = scalars
         warps: cutlass.Constexpr = self.threads // 32
-        each: cutlass.Constexpr = self.rows // warps  # rows of a warp
+        height: cutlass.Constexpr = self.rows // warps  # rows of a warp
         deep: cutlass.Constexpr = self.deep
         steps: cutlass.Constexpr = self.steps
-        own_columns: cutlass.Constexpr = 16 // self.itemsize  # of a lane, in a step
+        lane_columns: cutlass.Constexpr = 16 // self.itemsize  # in a step
         mask: cutlass.Constexpr = MAGNITUDES[self.itemsize]
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
@@ -103,33 +103,35 @@ class Amaxes(ProductEntry):
         warp, lane = tid // 32, tid % 32
         down, across = (r + self.rows - 1) // self.rows, (c + self.columns - 1) // self.columns
         matrix = bid // across // down
-        row = bid // across % down * self.rows + warp * each
+        row = bid // across % down * self.rows + warp * height
         column = bid % across * self.columns
         # 32 divides rows and 8 columns: a warp's rows are there, or none is; so are a lane's bytes.
-        first = column + own_columns * lane
+        first = column + lane_columns * lane
         start = x.toint() + ((Int64(matrix) * r + row) * c + first) * self.itemsize
         line = Int64(c) * self.itemsize
         below = cute.make_rmem_tensor((4, steps), Uint32)
         below.fill(0)
-        own = Uint32(0)
-        for part in range_constexpr(each // deep):
+        largest_of_row = Uint32(0)
+        for part in range_constexpr(height // deep):
             held = cute.make_rmem_tensor((4, steps, deep), Uint32)
             held.fill(0)
             for j in range_constexpr(steps):
-                if (row < r) & (first + 32 * own_columns * j < c):
+                if (row < r) & (first + 32 * lane_columns * j < c):
                     for i in range_constexpr(deep):
                         self.load(start + line * (part * deep + i) + 512 * j, held[None, j, i])
             for i in range_constexpr(deep):
-                beside = Uint32(0)
+                widest = Uint32(0)
                 for j in range_constexpr(steps):
                     for w in range_constexpr(4):
                         word = held[w, j, i] & Uint32(mask)
                         below[w, j] = self.larger(below[w, j], word)
-                        beside = self.larger(beside, word)
-                beside = largest(self.float_bits(beside))
-                own = Uint32(cutlass.select_(lane == part * deep + i, beside, own))
-        if (lane < each) & (row < r):
-            raise_to(rows.toint() + (Int64(matrix) * r + row + lane) * 4, own)
+                        widest = self.larger(widest, word)
+                widest = largest(self.float_bits(widest))
+                largest_of_row = Uint32(
+                    cutlass.select_(lane == part * deep + i, widest, largest_of_row)
+                )
+        if (lane < height) & (row < r):
+            raise_to(rows.toint() + (Int64(matrix) * r + row + lane) * 4, largest_of_row)
         self.raise_columns(columns.toint() + (Int64(matrix) * c + column) * 4, below, c - column)
 
     def larger(self, a, b):
@@ -159,22 +161,22 @@ class Amaxes(ProductEntry):
     def raise_columns(self, to: Int64, below, count):
         """Raises the columns' amaxes at `to` to the largest of all warps; `count` columns exist."""
         warps: cutlass.Constexpr = self.threads // 32
-        words: cutlass.Constexpr = self.itemsize // 2  # of two columns, which a thread takes
+        words_per_pair: cutlass.Constexpr = self.itemsize // 2  # a thread takes a pair of columns
         takers: cutlass.Constexpr = self.columns // 2
         tid, _, _ = cute.arch.thread_idx()
         shared = cute.make_tensor(
-            cute.arch.alloc_smem(Uint32, warps * takers * words, alignment=16),
+            cute.arch.alloc_smem(Uint32, warps * takers * words_per_pair, alignment=16),
             cute.make_layout((4, 32, self.steps, warps)),
         )
         for j in range_constexpr(self.steps):
             cute.autovec_copy(below[None, j], shared[None, tid % 32, j, tid // 32])
         cute.arch.sync_threads()
-        pairs = cute.make_tensor(shared.iterator, cute.make_layout((words, takers, warps)))
+        pairs = cute.make_tensor(shared.iterator, cute.make_layout((words_per_pair, takers, warps)))
         taker = tid % takers
-        most = [pairs[i, taker, 0] for i in range(words)]
+        most = [pairs[i, taker, 0] for i in range(words_per_pair)]
         for w in range_constexpr(1, warps):
-            most = [self.larger(most[i], pairs[i, taker, w]) for i in range(words)]
-        if const_expr(words == 1):
+            most = [self.larger(most[i], pairs[i, taker, w]) for i in range(words_per_pair)]
+        if const_expr(words_per_pair == 1):
             most = [most[0] << Uint32(16), most[0] & Uint32(0xFFFF0000)]
         if (2 * tid < count) & (tid < takers):
             raise_to(to + Int64(8 * tid), most[0])
@@ -264,8 +266,8 @@ class AmaxesOfMade(Amaxes):
             weights = cute.make_rmem_tensor(deep, Float32)
             self.take(arrays, held, weights, (first, r), (column + 8 * lane, c))
             for i in range_constexpr(deep):
-                place: cutlass.Constexpr = (first + i, r, column + 8 * lane, c)
-                widest = self.make(arrays, held[None, None, i, None], weights[i], place, below)
+                position: cutlass.Constexpr = (first + i, r, column + 8 * lane, c)
+                widest = self.make(arrays, held[None, None, i, None], weights[i], position, below)
                 for a in range_constexpr(len(self.groups)):
                     most = largest(self.float_bits(widest[a]))
                     mine = lane == part * deep + i
@@ -302,28 +304,30 @@ class AmaxesOfMade(Amaxes):
                         self.load(arrays["dy"].toint() + start * 2, held[None, j, i, 2])
 
     @cute.jit
-    def make(self, arrays, words_in, weight, place: cutlass.Constexpr, below):
+    def make(self, arrays, words_in, weight, position: cutlass.Constexpr, below):
         """Makes and stores what a lane has of a row; returns words of the largest, of each array.
 
         Args:
           arrays: the kernel's.
           words_in: words of gates, ups and what else there is.
           weight: of the row.
-          place: the row, how many there are, the lane's first column, how many there are.
+          position: the row, how many there are, the lane's first column, how many there are.
           below: words of the largest of each column, which may become larger.
         """
-        row, rows, first, columns = place
+        row, rows, first, columns = position
         parts: cutlass.Constexpr = self.source.parts
         widest = cute.make_rmem_tensor(len(self.groups), Uint32)
         widest.fill(0)
         for j in range_constexpr(self.steps):
             results = cute.make_rmem_tensor((4, parts), Uint32)
             for w in range_constexpr(4):
-                words = self.made_of([words_in[w, j, k] for k in range(self.inputs)], weight)
+                results_of_parts = self.made_of(
+                    [words_in[w, j, k] for k in range(self.inputs)], weight
+                )
                 for p in range_constexpr(parts):
                     array: cutlass.Constexpr = p // self.side_by_side
-                    results[w, p] = words[p]
-                    word = words[p] & Uint32(MAGNITUDES[2])
+                    results[w, p] = results_of_parts[p]
+                    word = results_of_parts[p] & Uint32(MAGNITUDES[2])
                     below[w, j, p] = larger(below[w, j, p], word)
                     widest[array] = larger(widest[array], word)
             at = first + 256 * j

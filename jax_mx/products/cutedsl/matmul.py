@@ -19,12 +19,12 @@ def entries(product: ProductKernel, arch: str, tile=None) -> list[ProductEntry]:
         direct = Direct(product, arch, tile)
         return [direct, *entries(dataclasses.replace(product, rows=FEWEST), arch)]
     if product.rows <= FEW:
-        kind = Few if product.formats[0].codes_per_byte == 1 else Nibbles
+        entry_class = Few if product.formats[0].codes_per_byte == 1 else Nibbles
         tile = tile or Rings(**plain.tuned("Few"))
         kinds = ["one"] * (tile.split > 1) + ["groups", "any"]
     else:
-        kind = Free if product.free else Warps
+        entry_class = Free if product.free else Warps
         tile = tile or CodeStages(**plain.tuned("Warps"))
         kinds = ["one"] * (tile.split > 1) + ["shared"] * tile.share + ["groups"]
         kinds += ["any"] * (not product.free)
-    return [*(kind(product, arch, which, tile) for which in kinds), plain]
+    return [*(entry_class(product, arch, which, tile) for which in kinds), plain]

@@ -68,11 +68,11 @@ def spread_e2m1(word: Uint32) -> list:
 
     A code times 2^6 + 2^12 has its bits where such a bfloat16 has them.
     """
-    found = []
+    spread = []
     for half in (word, word >> Uint32(8)):
         for mask, by in ((0x000F000F, 0x1040), (0x00F000F0, 0x0104)):
-            found.append((half & Uint32(mask)) * Uint32(by) & Uint32(0x81C081C0))
-    return found
+            spread.append((half & Uint32(mask)) * Uint32(by) & Uint32(0x81C081C0))
+    return spread
 
 
 def factors_of_e2m1(scale: Int32) -> list:
@@ -347,9 +347,9 @@ class Few(ProductEntry):
             stage += self.warps
             if stage >= first + turns * self.warps:
                 stage = first
-                own, index, parts, apart = self.recalled(kept + 32)
+                index_of_sums, index, parts, apart = self.recalled(kept + 32)
                 index += apart
-                self.keep(kept + 32, (own, index, parts, apart))
+                self.keep(kept + 32, (index_of_sums, index, parts, apart))
                 at = self.seek(index, self.recalled(kept + 16), sizes, t, groups, across)
                 self.keep(kept + 16, at)
                 e = at[0]
@@ -361,14 +361,14 @@ class Few(ProductEntry):
     def put_scales(self, held, to: Int32, lane: Int32):
         """Writes a lane's scales of a stage into shared memory, as two bfloat16 a word."""
         for r in range_constexpr(2):
-            place = to + (lane + 32 * r) * (4 * self.halves)
-            words = cute.make_ptr(
-                Uint32, place, cute.AddressSpace.smem, assumed_align=4 * self.halves
+            address = to + (lane + 32 * r) * (4 * self.halves)
+            pointer = cute.make_ptr(
+                Uint32, address, cute.AddressSpace.smem, assumed_align=4 * self.halves
             )
             factors = cute.make_rmem_tensor(self.halves, Uint32)
             for i in range_constexpr(self.halves):
                 factors[i] = factors_of(held[i, r])
-            cute.autovec_copy(factors, cute.make_tensor(words, cute.make_layout(self.halves)))
+            cute.autovec_copy(factors, cute.make_tensor(pointer, cute.make_layout(self.halves)))
 
     @cute.jit
     def column_of(self, stage: Int32, steps: Int32):
@@ -426,17 +426,17 @@ class Few(ProductEntry):
             if const_expr(b % 2 == 0):  # those of two blocks
                 for m in range_constexpr(4):
                     for r in range_constexpr(2):
-                        place = scales + ((16 * m + 8 * r + g) * self.halves + b // 2) * 4
-                        from_ = cute.make_ptr(Uint32, place, smem, assumed_align=4)
+                        address = scales + ((16 * m + 8 * r + g) * self.halves + b // 2) * 4
+                        from_ = cute.make_ptr(Uint32, address, smem, assumed_align=4)
                         factors[r, m] = cute.make_tensor(from_, cute.make_layout(1))[0]
             operands = [[right[i, b, c] for i in range(4)] for c in range(self.wide)]
             chunk = 32 * b + 8 * q  # byte of the row
             for m in range_constexpr(4):
                 codes = cute.make_rmem_tensor((count, 2), Uint32)
                 for r in range_constexpr(2):
-                    place = ring + (16 * m + 8 * r + g) * LINE
-                    place += (chunk // 16 ^ self.key(g)) * 16 + chunk % 16
-                    from_ = cute.make_ptr(Uint32, place, smem, assumed_align=4 * count)
+                    address = ring + (16 * m + 8 * r + g) * LINE
+                    address += (chunk // 16 ^ self.key(g)) * 16 + chunk % 16
+                    from_ = cute.make_ptr(Uint32, address, smem, assumed_align=4 * count)
                     cute.autovec_copy(
                         cute.make_tensor(from_, cute.make_layout(count)), codes[None, r]
                     )
@@ -496,8 +496,8 @@ class Few(ProductEntry):
             for c in range_constexpr(self.wide):
                 for v in range_constexpr(4):
                     there = self.swizzled(8 * c + 2 * q + v % 2, 16 * m + 8 * (v // 2) + g)
-                    place = cute.make_ptr(Float32, to + there, smem, assumed_align=4)
-                    cute.make_tensor(place, cute.make_layout(1))[0] = acc[v, c, m]
+                    pointer = cute.make_ptr(Float32, to + there, smem, assumed_align=4)
+                    cute.make_tensor(pointer, cute.make_layout(1))[0] = acc[v, c, m]
         if const_expr(self.split > 1):
             if tid == 0:
                 word = cute.make_ptr(Int32, turn, smem, assumed_align=4)
@@ -545,20 +545,20 @@ class Few(ProductEntry):
             self.store(to + bytes_, two[1], result, 0, second)
 
     @cute.jit
-    def add_up(self, two, place: Int32, cluster: cutlass.Constexpr):
+    def add_up(self, two, address: Int32, cluster: cutlass.Constexpr):
         """Adds a pair of each warp, of this thread block or of another one of the cluster."""
         for warp in range_constexpr(self.warps):
-            at = place + warp * (self.stages * self.ring)
+            at = address + warp * (self.stages * self.ring)
             if const_expr(cluster):
                 low, high = two_of_block(at)
                 two[0] = two[0] + low
                 two[1] = two[1] + high
             else:
                 from_ = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=8)
-                found = cute.make_rmem_tensor(2, Float32)
-                cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(2)), found)
-                two[0] = two[0] + found[0]
-                two[1] = two[1] + found[1]
+                pair = cute.make_rmem_tensor(2, Float32)
+                cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(2)), pair)
+                two[0] = two[0] + pair[0]
+                two[1] = two[1] + pair[1]
 
 
 class Nibbles(Few):
@@ -580,11 +580,11 @@ class Nibbles(Few):
     def put_scales(self, held, to: Int32, lane: Int32):
         """As they come, four bytes a row."""
         for r in range_constexpr(2):
-            place = cute.make_ptr(
+            pointer = cute.make_ptr(
                 Uint32, to + (lane + 32 * r) * 4, cute.AddressSpace.smem, assumed_align=4
             )
             word = convert.bytes_of(held[0, r], held[1, r], 0x5410)
-            cute.make_tensor(place, cute.make_layout(1))[0] = word
+            cute.make_tensor(pointer, cute.make_layout(1))[0] = word
 
     def key(self, g: Int32):
         """A lane reads what it has asked for, 16 bytes at once: no two the same bank."""
@@ -623,11 +623,11 @@ class Nibbles(Few):
             [in_order_of_e2m1([right[i, j, c] for i in range(4)]) for c in range(self.wide)]
             for j in range(4)
         ]
-        place = ring + g * LINE + q * 16
+        codes_at = ring + g * LINE + q * 16
         if cute.arch.vote_any_sync(most > 128):
-            self.add_products(acc, operands, place, bytes_, True)
+            self.add_products(acc, operands, codes_at, bytes_, True)
         else:
-            self.add_products(acc, operands, place, bytes_, False)
+            self.add_products(acc, operands, codes_at, bytes_, False)
 
     @cute.jit
     def add_products(
@@ -638,9 +638,9 @@ class Nibbles(Few):
             codes = cute.make_rmem_tensor((4, 2), Uint32)
             factors = []
             for r in range_constexpr(2):
-                place = first + (16 * m + 8 * r) * LINE
+                address = first + (16 * m + 8 * r) * LINE
                 smem = cute.AddressSpace.smem
-                from_ = cute.make_ptr(Uint32, place, smem, assumed_align=16)
+                from_ = cute.make_ptr(Uint32, address, smem, assumed_align=16)
                 cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(4)), codes[None, r])
                 factors.append(factors_of_e2m1(bytes_[2 * m + r])[: 1 + twice])
             for j in range_constexpr(4):

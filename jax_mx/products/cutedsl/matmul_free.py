@@ -91,7 +91,7 @@ class Free(Warps):
 
     @cute.jit
     def bring(
-        self, s, base, full, empty, slot: Int32, phase: Int32, turn: Int32, own: Int32,
+        self, s, base, full, empty, slot: Int32, phase: Int32, turn: Int32, own_turn: Int32,
         lane: Int32, n0: Int32, e: Int32, high: Int32, blocks: Int32, steps: Int32, count: Int32,
     ):  # fmt: skip
         """A tile's scales, of every third stage: a lane has a column of blocks, pairs of K.
@@ -106,7 +106,7 @@ class Free(Warps):
         to += lane // 4 % 4 * 16 + lane // 16 * 4
         column = Int32(0)
         for _ in cutlass.range(count, unroll=1):
-            if turn == own:
+            if turn == own_turn:
                 held = cute.make_rmem_tensor((2, pairs), Uint32)
                 for j in range_constexpr(pairs):
                     for i in range_constexpr(2):
@@ -116,12 +116,12 @@ class Free(Warps):
                         held[i, j] = Uint32(cutlass.select_(k < high, byte, Uint32(127)))
                 cute.arch.mbarrier_wait(empty + slot, phase ^ 1)
                 for j in range_constexpr(pairs):
-                    place = cute.make_ptr(
+                    pointer = cute.make_ptr(
                         Uint32, to + slot * self.factor_bytes + j // 2 * 64 + j % 2 * 8,
                         cute.AddressSpace.smem, assumed_align=4,
                     )  # fmt: skip
                     both = held[0, j] | (held[1, j] << Uint32(8))
-                    cute.make_tensor(place, cute.make_layout(1))[0] = factors_of(both)
+                    cute.make_tensor(pointer, cute.make_layout(1))[0] = factors_of(both)
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(full + slot)
@@ -169,7 +169,7 @@ class Free(Warps):
     def of_pairs(self, word: Uint32, factors: Uint32) -> list:
         """The codes of two columns, of two elements of K, as a word of bfloat16 each."""
         if self.per == 2:
-            return [times(times_2_to_126(each), factors) for each in spread_e2m1(word)[:2]]
+            return [times(times_2_to_126(pair), factors) for pair in spread_e2m1(word)[:2]]
         to = convert.Conversion("bfloat16", self.format, self.arch)
         turned = convert.bytes_of(word, word, 0x3120)
         return convert.dequantized_pairs([turned], [factors] * 2, to)

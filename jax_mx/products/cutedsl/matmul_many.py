@@ -248,8 +248,8 @@ class Warps(Pipeline):
                         self.copy(aw, tgW[None, column], tsW[None, slot], full + slot, 1)
                         for b in range_constexpr(self.per):
                             to = slot * self.per + b
-                            for each in range_constexpr(self.x_boxes // self.beside):
-                                its = each + self.part(self.beside)
+                            for box in range_constexpr(self.x_boxes // self.beside):
+                                its = box + self.part(self.beside)
                                 self.copy(
                                     ax, tgX[None, its, b], tsX[None, its, to], full + slot,
                                     self.beside,
@@ -295,17 +295,17 @@ class Warps(Pipeline):
             # Two banks: one is written while the products of the other are under way. (Of codes of
             # four bits, boxes go 0, 1, 1, 0: the compiler has other registers for the third.)
             fragment = cute.make_rmem_tensor(cute.make_layout(((2, 2, 2), 1, 4, 2)), BFloat16)
-            words = cute.recast_tensor(fragment, Uint32)
+            fragment_words = cute.recast_tensor(fragment, Uint32)
             acc = cute.make_rmem_tensor(mma.partition_shape_C((64, n)), Float32)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(n // 2))
             self.begin_turns(warp // 4)
             scales = cute.make_rmem_tensor((self.words, 2), Uint32)
             ahead = cute.make_rmem_tensor((self.words, 2), Uint32)
-            given = (s, groups, across, first, apart, width, blocks, start % steps, ahead)
-            row, end, n0, rows = self.begin_tile(index, at, *given)
+            tile_arguments = (s, groups, across, first, apart, width, blocks, start % steps, ahead)
+            row, end, n0, rows = self.begin_tile(index, at, *tile_arguments)
             while at[0] < groups:
                 if const_expr(not self.vectors):
-                    row, end, n0, rows = self.begin_tile(index, at, *given)
+                    row, end, n0, rows = self.begin_tile(index, at, *tile_arguments)
                 acc.fill(0.0)
                 column = start % steps
                 before = slot  # the stage whose products may be under way
@@ -317,14 +317,14 @@ class Warps(Pipeline):
                         cute.autovec_copy(ahead, scales)
                         self.scales(s, rows, column, blocks, ahead)
                         self.stage(
-                            mma, acc, fragment, words, tB, places, apart, scales, full, empty,
-                            slot, phase, before, bank, (i > 0) | (bank > 0), warp // 4,
+                            mma, acc, fragment, fragment_words, tB, places, apart, scales, full,
+                            empty, slot, phase, before, bank, (i > 0) | (bank > 0), warp // 4,
                         )  # fmt: skip
                         before = slot
                         slot, phase = self.next(slot, phase)
                 if count % 2 == 1:
                     self.stage(
-                        mma, acc, fragment, words, tB, places, apart, ahead, full, empty,
+                        mma, acc, fragment, fragment_words, tB, places, apart, ahead, full, empty,
                         slot, phase, before, 0, count > 1, warp // 4,
                     )  # fmt: skip
                     before = slot
@@ -333,13 +333,13 @@ class Warps(Pipeline):
                 if count > 0:
                     self.give_back(empty + before)
                 tile = (row, end, n0, at[0])
-                place = (q, first, apart, flip)
+                lane_position = (q, first, apart, flip)
                 index += clusters
                 at = self.seek(index, at, sizes, t, groups, across)
                 # The next tile's first scales are on their way while this one's sums are written;
                 # where they come byte by byte, there are too few registers for that.
                 if const_expr(self.vectors):
-                    row, end, n0, rows = self.begin_tile(index, at, *given)
+                    row, end, n0, rows = self.begin_tile(index, at, *tile_arguments)
                 if const_expr(self.split > 1):
                     if parts > 1:
                         part = base.toint() + self.sums_at
@@ -348,9 +348,9 @@ class Warps(Pipeline):
                         self.gather(part, epilogue, y, rank, tid, tile, width, result)
                         self.meet(parts)  # before the next tile's sums are written over these
                     else:
-                        self.alone(epilogue, y, flat, tile, place, width, result)
+                        self.alone(epilogue, y, flat, tile, lane_position, width, result)
                 else:
-                    self.alone(epilogue, y, flat, tile, place, width, result)
+                    self.alone(epilogue, y, flat, tile, lane_position, width, result)
             self.end_turns(warp // 4)
             self.clear(y, epilogue[-1], at[2], t, width, result, bid, grid, tid, 256)
         self.leave()
@@ -409,9 +409,9 @@ class Warps(Pipeline):
         """
         for r in range_constexpr(2):
             if const_expr(self.vectors):
-                kind: cutlass.Constexpr = {2: cutlass.Uint16, 4: Uint32}[self.blocks]
+                word_type: cutlass.Constexpr = {2: cutlass.Uint16, 4: Uint32}[self.blocks]
                 word = rows[r] // self.blocks + column
-                out[0, r] = Uint32(element(s, word, kind))
+                out[0, r] = Uint32(element(s, word, word_type))
             else:
                 for b in range_constexpr(self.blocks):
                     block = cutlass.min(column * self.blocks + b, blocks - 1)
@@ -535,15 +535,15 @@ class Warps(Pipeline):
                 total = self.finished(epilogue, sum_, e, mine, its, width)
                 self.store(to + i * size, total, result, 0, left)
 
-    def alone(self, epilogue, y, flat, tile, place, width: Int32, result: Int32):
+    def alone(self, epilogue, y, flat, tile, lane_position, width: Int32, result: Int32):
         """Writes a thread's part of y, of a tile that no other thread block shares."""
         row, end, n0, e = tile
-        q, first, apart, flip = place
+        q, first, apart, flip = lane_position
         column = n0 + first - flip
         rows = [(row + 2 * q + 8 * c + h, 4 * c + h) for c in range(self.rows // 8) for h in (0, 1)]
         columns = [(n0 + first, 0), (n0 + first + apart, 2)]
-        own = dict(zip(EPILOGUE, epilogue, strict=True))
-        self.finish_all(own, flat, rows, columns, e, end, width, Int64(0))
+        operands = dict(zip(EPILOGUE, epilogue, strict=True))
+        self.finish_all(operands, flat, rows, columns, e, end, width, Int64(0))
         self.results(y, flat, row + 2 * q, end, column, flip, width, result)
 
     @cute.jit
@@ -556,16 +556,16 @@ class Warps(Pipeline):
         line = Int64(width) * size
         start = y.toint() + Int64(row) * line + Int64(column) * size
         count = end - row  # of rows that are this group's
-        for kind in range_constexpr(len(RESULTS)):
-            if (result == kind) & (width % 2 == 0) & (column < width):
+        for dtype_number in range_constexpr(len(RESULTS)):
+            if (result == dtype_number) & (width % 2 == 0) & (column < width):
                 to = start
                 for c in range_constexpr(self.rows // 8):
                     for h in range_constexpr(2):
                         one, other = flat[4 * c + h], flat[4 * c + h + 2]
                         low = Float32(cutlass.select_(flip == 1, other, one))
                         high = Float32(cutlass.select_(flip == 1, one, other))
-                        words = self.pair(low, high, kind)
-                        store_if(to + line * h, words, 8 * c + h, count)
+                        packed = self.pair(low, high, dtype_number)
+                        store_if(to + line * h, packed, 8 * c + h, count)
                     to += 8 * line
         if width % 2 == 1:
             to = start

@@ -102,8 +102,8 @@ class Transposed(Floats, Contracted):
         buffer = self.signature.number(name)
         columns, rows = Length(Extent(buffer, -1)), Length(Extent(buffer, 0, -1))
         pitch, box = Length(Extent(buffer, -1), 2), (BOX, BOX)
-        kind = self.product.floats
-        return TensorMap(buffer, kind, (columns, rows), (pitch,), box, 128, 256).to_json()
+        dtype = self.product.floats
+        return TensorMap(buffer, dtype, (columns, rows), (pitch,), box, 128, 256).to_json()
 
     def align_of(self, array: Array, itemsize: int) -> int:
         """TMA wants 16 bytes, and y is written in pieces of 16."""
@@ -183,8 +183,8 @@ class Transposed(Floats, Contracted):
                             to = tsX[None, b, slot]
                             self.copy(ax, tgX[None, i, b], to, full + slot, 1)
                         boxes: cutlass.Constexpr = self.columns // BOX // self.below
-                        for each in range_constexpr(boxes):
-                            b = self.part(self.below) * boxes + each
+                        for box in range_constexpr(boxes):
+                            b = self.part(self.below) * boxes + box
                             self.copy(
                                 ay, tgY[None, i, b], tsY[None, b, slot], full + slot, self.below
                             )
@@ -266,8 +266,8 @@ class Transposed(Floats, Contracted):
     def transposed(self, base, at: int, columns: int):
         """The same as wgmma reads them: (column, row, stage)."""
         smem = cute.AddressSpace.smem
-        kind = warpgroup.SmemLayoutAtomKind.MN_SW128
-        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        swizzle = warpgroup.SmemLayoutAtomKind.MN_SW128
+        atom = warpgroup.make_smem_layout_atom(swizzle, self.dtype)
         layout = cute.tile_to_shape(atom, (columns, BOX, self.stages), order=(1, 0, 2))
         pointer = cute.make_ptr(self.dtype, (base + at).toint(), smem, assumed_align=1024)
         return cute.make_tensor(

@@ -112,8 +112,8 @@ class Operand:
     def load_scale(self, row, block):
         """The scale of a row of the tile and a block; beyond K the last one."""
         block = smaller(block, self.blocks - Uint32(1))
-        place = Place(self.slab, self.near(row), block)
-        tiled = offset_in_tiles(SHUFFLED_32X8, place, Extents(self.rows, self.blocks))
+        position = Place(self.slab, self.near(row), block)
+        tiled = offset_in_tiles(SHUFFLED_32X8, position, Extents(self.rows, self.blocks))
         plain = self.line_of_scales(row) + as_int64(block)
         return load_byte(self.scales + self.scales_tiled.select(tiled, plain))
 
@@ -228,7 +228,7 @@ class Scaled:
         for top in self.tops(base):
             block = step * Uint32(SCALE_TILE[1]) + g
             four = [(top + row + Uint32(r), block + Uint32(c)) for c in (0, 4) for r in (0, SIDE)]
-            a, b, c, d = (operand.load_scale(*place) for place in four)
+            a, b, c, d = (operand.load_scale(*position) for position in four)
             out.append(a | b << 8 | c << 16 | d << 24)
         return out
 
@@ -272,11 +272,11 @@ class Scaled:
     def lane_codes(self, operand: Operand, base, i: int, part: int):
         """A lane's words of the i-th sixteen rows below `base`, from a part's 128 codes."""
         row, g = lane_of_tile()
-        half, words = operand.in_row // 2, []
+        half, codes = operand.in_row // 2, []
         for more in range(0, half, 4):
             unit = g + Uint32(part * half + more)
-            words += operand.read(base + Uint32(SIDE * i) + row, unit)
-        return fx.Vector.from_elements(words, Uint32)
+            codes += operand.read(base + Uint32(SIDE * i) + row, unit)
+        return fx.Vector.from_elements(codes, Uint32)
 
     def product(self, codes: tuple, total, formats: tuple, scales: tuple):
         """A matrix instruction; of either operand `scales` have the byte's number and the word."""
@@ -582,9 +582,9 @@ class Product(Entry):
         """These, without what is outside of a part of K."""
         thread = Uint32(Int32(fx.thread_idx.x))
         pairs = zip(operands, codes, strict=True)
-        codes = [operand.kept(words, step, thread, span) for operand, words in pairs]
+        codes = [operand.kept(part, step, thread, span) for operand, part in pairs]
         pairs = zip(operands, factors, strict=True)
-        return codes, [self.cores.factors_kept(o, words, step, span) for o, words in pairs]
+        return codes, [self.cores.factors_kept(o, part, step, span) for o, part in pairs]
 
     @flyc.jit
     def store(self, y, sums, operands, bases, where, result):
@@ -603,8 +603,8 @@ class Product(Entry):
                 at = start + as_int64(col)
                 last = inside.select(w.rows, Uint32(0))
                 if wide:
-                    words = [value.bitcast(Uint32) for value in four]
-                    self.store_four(y, at * 4, words, Uint32, (col, last, whole))
+                    bits = [value.bitcast(Uint32) for value in four]
+                    self.store_four(y, at * 4, bits, Uint32, (col, last, whole))
                 else:
                     self.store_four(
                         y, at * 2, self.rounded(four, result), Uint16, (col, last, whole)
@@ -612,11 +612,11 @@ class Product(Entry):
 
     def rounded(self, four: list, result) -> list:
         """Two words of four sums in 16 bits."""
-        half, words = result == Uint32(RESULTS.index("float16")), []
+        half, rounded = result == Uint32(RESULTS.index("float16")), []
         for pair in (four[:2], four[2:]):
             both = (convert.round_two(*pair, self.arch, dtype) for dtype in ("float16", "bfloat16"))
-            words.append(half.select(*both))
-        return words
+            rounded.append(half.select(*both))
+        return rounded
 
     @flyc.jit
     def store_four(self, y, offset, words, element, columns):

@@ -26,4 +26,4 @@ LACKS: Mapping[str, Callable[[Variant], bool]] = {
 
 def lacking(variant: Variant) -> str:
     """The words of `LACKS` for a variant; empty where AMD has its kernel."""
-    return next((words for words, has in LACKS.items() if has(variant)), "")
+    return next((lack for lack, has in LACKS.items() if has(variant)), "")

@@ -118,24 +118,24 @@ def _quantize(kinds: Sequence[Kind]) -> Signature:
 def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
     return tuple(
         array
-        for i, kind in enumerate(kinds)
+        for i, mode in enumerate(kinds)
         for array, there in (
-            (Array(f"seeds_{i}", Role.BLOCK_DATA, i), kind.stochastic),
-            (Array(f"signs_{i}", Role.BLOCK_DATA, i, optional=True), kind.hadamard > 0),
-            (Array(f"amaxes_{i}", Role.BLOCK_DATA, i, derived=True), kind.takes_amaxes),
+            (Array(f"seeds_{i}", Role.BLOCK_DATA, i), mode.stochastic),
+            (Array(f"signs_{i}", Role.BLOCK_DATA, i, optional=True), mode.hadamard > 0),
+            (Array(f"amaxes_{i}", Role.BLOCK_DATA, i, derived=True), mode.takes_amaxes),
         )
         if there
     )
 
 
 def _quantized(kinds: Sequence[Kind]) -> tuple[Array, ...]:
-    found: list[Array] = []
-    for i, kind in enumerate(kinds):
-        if kind.dequantized:
-            found.append(Array(f"dequantized_{i}", Role.FLOATS, i))
+    arrays: list[Array] = []
+    for i, mode in enumerate(kinds):
+        if mode.dequantized:
+            arrays.append(Array(f"dequantized_{i}", Role.FLOATS, i))
         else:
-            found += [Array(f"codes_{i}", Role.CODES, i), Array(f"scales_{i}", Role.SCALES, i)]
-    return tuple(found)
+            arrays += [Array(f"codes_{i}", Role.CODES, i), Array(f"scales_{i}", Role.SCALES, i)]
+    return tuple(arrays)
 
 
 def _dequantize(kinds: Sequence[Kind]) -> Signature:
@@ -240,5 +240,5 @@ def signature_of(op: str, kinds: Sequence[Kind] = (), source: HasArrays | None =
     if not source:
         return plain
     _, *others = plain.operands
-    made = (Array("floats", Role.SOURCE),) if op == "amaxes" else ()
-    return Signature((*source.operands, *others), (*plain.results, *made, *source.results))
+    floats = (Array("floats", Role.SOURCE),) if op == "amaxes" else ()
+    return Signature((*source.operands, *others), (*plain.results, *floats, *source.results))

@@ -62,17 +62,17 @@ class Variant(Compiled):
     @property
     def changes_elements(self) -> bool:
         """Whether some of its arrays' elements are transformed, or rounded at random."""
-        return any(kind.changes_elements for kind in self.kinds)
+        return any(mode.changes_elements for mode in self.kinds)
 
     @property
     def gives_floats(self) -> bool:
         """Whether floats come out of it, in place of the codes of some result."""
-        return any(kind.dequantized for kind in self.kinds)
+        return any(mode.dequantized for mode in self.kinds)
 
     @property
     def finds_amaxes(self) -> bool:
         """Whether it finds the amaxes of windows that are rows itself."""
-        return any(kind.finds for kind in self.kinds)
+        return any(mode.finds for mode in self.kinds)
 
     @property
     def window(self) -> Window:
@@ -83,7 +83,7 @@ class Variant(Compiled):
     def name(self) -> str:
         """The name, which the binary's file and its entry points carry too."""
         formats = "_".join(format.name for format in self.formats)
-        kinds = "".join(kind.suffix or "_rn" for kind in self.kinds)
+        kinds = "".join(mode.suffix or "_rn" for mode in self.kinds)
         source = f"_{self.source}" * bool(self.source)
         return f"{self.op}_{self.form}_{self.dtype}_{formats}{kinds}{source}"
 
@@ -148,7 +148,7 @@ def _dtypes(formats: tuple[Format, ...]) -> Iterable[str]:
 _H16, _SR, _H16_SR = Kind(16), Kind(stochastic=True), Kind(16, stochastic=True)
 _KINDS: Mapping[int, tuple[tuple[Kind, ...], ...]] = {
     1: ((_H16,), (Kind(32),), (Kind(64),), (_SR,), (_H16_SR,)),
-    2: ((Kind(), _H16), (_SR, _H16_SR), *((kind,) * 2 for kind in (_H16, Kind(64), _SR, _H16_SR))),
+    2: ((Kind(), _H16), (_SR, _H16_SR), *((mode,) * 2 for mode in (_H16, Kind(64), _SR, _H16_SR))),
 }
 
 

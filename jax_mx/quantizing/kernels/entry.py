@@ -104,8 +104,8 @@ class QuantizerEntry(Entry):
 
     def block_data(self, arrays: Mapping[str, Any], i: int) -> list:
         """The pointers to what the i-th direction has for each block: seeds, signs, amaxes."""
-        own = [a for a in self.signature.operands if (a.role, a.of) == (Role.BLOCK_DATA, i)]
-        return [arrays[array.name] for array in own]
+        operands = [a for a in self.signature.operands if (a.role, a.of) == (Role.BLOCK_DATA, i)]
+        return [arrays[array.name] for array in operands]
 
     def is_turned(self, result: geometry.Output) -> bool:
         """Whether a result's scales lie the other way round than x."""
@@ -118,7 +118,7 @@ class QuantizerEntry(Entry):
     def of_result(self, scalars: Sequence, i: int) -> dict[str, Any]:
         """The kernel's scalars that belong to the i-th result, by name."""
         pairs = zip(self.scalars, scalars, strict=True)
-        named = ((what.rpartition("_"), s) for (_, what), s in pairs if isinstance(what, str))
+        named = ((key.rpartition("_"), s) for (_, key), s in pairs if isinstance(key, str))
         return {name: scalar for (name, _, number), scalar in named if number == str(i)}
 
     @staticmethod

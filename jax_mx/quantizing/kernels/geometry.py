@@ -44,17 +44,17 @@ def offset_in_tile(layout: Layout, row: Number, col: Number, literal: Callable =
     digits = digits_of(row, layout.row_digits, literal)
     digits += digits_of(col, layout.col_digits, literal)
     offset, stride = literal(0), 1
-    for place in reversed(layout.order):
-        offset = offset + digits[place] * literal(stride)
-        stride *= sizes[place]
+    for digit in reversed(layout.order):
+        offset = offset + digits[digit] * literal(stride)
+        stride *= sizes[digit]
     return offset
 
 
 def place_in_tile(layout: Layout, offset: Number) -> tuple[Number, Number]:
     """The (row, col) of a tile that lies at this offset: the inverse of `offset_in_tile`."""
     sizes = (*layout.row_digits, *layout.col_digits)
-    in_order = digits_of(offset, [sizes[place] for place in layout.order])
-    digits = [in_order[layout.order.index(place)] for place in range(len(sizes))]
+    in_order = digits_of(offset, [sizes[digit] for digit in layout.order])
+    digits = [in_order[layout.order.index(digit)] for digit in range(len(sizes))]
     split = len(layout.row_digits)
     row = number_of(digits[:split], layout.row_digits)
     return row, number_of(digits[split:], layout.col_digits)
@@ -152,10 +152,10 @@ class Output:
 
 
 def outputs_of(form: Form, formats: Sequence[Format], kinds: Sequence[Kind] = ()) -> list[Output]:
-    """The quantized arrays of a form, in its order; `kinds`: of each, where they have some."""
-    dequantized = [kind.dequantized for kind in kinds] or [False] * len(formats)
-    each = zip(formats, form.directions, dequantized, strict=True)
-    return [Output(*facts) for facts in each]
+    """The quantized arrays of a form, in its order; `kinds`: their preprocessing, or none."""
+    dequantized = [mode.dequantized for mode in kinds] or [False] * len(formats)
+    results = zip(formats, form.directions, dequantized, strict=True)
+    return [Output(*facts) for facts in results]
 
 
 def is_turned(direction: Direction, layout: Layout) -> bool:
@@ -248,12 +248,12 @@ def tree(sums: list):
 
 def extents_of_rows() -> list:
     """Scalars of 4 bytes: how many rows such an x has, and how many blocks a row."""
-    return [[4, [SOURCE, *each]] for each in (ROWS, COLUMNS)]
+    return [[4, [SOURCE, *axis]] for axis in (ROWS, COLUMNS)]
 
 
 def extents_of_matrix(of: int) -> list:
     """The same of one (blocks of rows, 32, ...) whose dimension `of` is its columns, or blocks."""
-    return [[4, [SOURCE, *each]] for each in ((0, 1), (of, of + 1))]
+    return [[4, [SOURCE, *axis]] for axis in ((0, 1), (of, of + 1))]
 
 
 NOT_READY = 0  # a factor's bits before it is there; a factor of 0 has a sign until it is read

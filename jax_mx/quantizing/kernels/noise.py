@@ -9,5 +9,5 @@ def step(j: int) -> int:
     `_mixed` begins and ends with x ^ x >> 16, which is its own inverse. Between two calls these
     steps cancel, except on the word that is combined there: `step` returns it shifted.
     """
-    found = j * 0x9E3779B9 % 2**32
-    return found ^ found >> 16
+    product = j * 0x9E3779B9 % 2**32
+    return product ^ product >> 16

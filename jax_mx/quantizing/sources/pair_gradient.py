@@ -33,8 +33,8 @@ class PairGradientSource(Source):
     @property
     def results(self) -> tuple[Array, ...]:
         """The results of ups, which follow the results of gates."""
-        each = ("of_up_rows", Role.BLOCK_DATA), ("of_up_columns", Role.BLOCK_DATA)
-        return *(Array(*named) for named in each), Array("up_floats", Role.SOURCE)
+        names = ("of_up_rows", Role.BLOCK_DATA), ("of_up_columns", Role.BLOCK_DATA)
+        return *(Array(*named) for named in names), Array("up_floats", Role.SOURCE)
 
     @property
     def parts(self) -> int:

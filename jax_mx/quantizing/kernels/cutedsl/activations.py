@@ -144,21 +144,21 @@ def _cut(row: Activation) -> str:
 
     Where they were beyond it, q is true of the gate, and r of up.
     """
-    found = ""
+    clamps = ""
     if row.limit is not None:
         high, low = _number(row.limit), _number(-row.limit)
-        found = (
+        clamps = (
             f"setp.gt.f32 q, g, {high}; abs.f32 a, u; setp.gt.f32 r, a, {high}; "
             f"min.NaN.f32 g, g, {high}; min.NaN.f32 u, u, {high}; max.NaN.f32 u, u, {low}; "
         )
-    return found + f"add.rn.ftz.f32 u, u, {_number(row.shift)}; " * bool(row.shift)
+    return clamps + f"add.rn.ftz.f32 u, u, {_number(row.shift)}; " * bool(row.shift)
 
 
 def part(first, second) -> None:
     """Two fragments of words of gates and ups by turns, the second one behind: gates, and ups."""
     count = cute.size(first)
-    words = [part[w] for part in (first, second) for w in range(count)]
-    for w, pair in enumerate(zip(words[::2], words[1::2], strict=True)):
+    pairs_of_both = [fragment[w] for fragment in (first, second) for w in range(count)]
+    for w, pair in enumerate(zip(pairs_of_both[::2], pairs_of_both[1::2], strict=True)):
         first[w], second[w] = turned(*pair)
 
 
@@ -178,7 +178,7 @@ def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str) ->
         begin += ".reg .f64 x, size, m, rest, y, ratio, below, total; "
         begin += ".reg .b32 lo, hi; .reg .b16 l, k; "
         part = _in_float64(row.unary)
-    each = [
+    elements = [
         f"{_taken('g', '{$r0}', i, dtype)}{_taken('u', '{$r1}', i, dtype)}{_cut(row)}{part}"
         f"mul.rn.ftz.f32 t, t, u; mul.rn.ftz.f32 y{i}, t, {{$r2}}; "
         for i in range(1 if dtype == "float32" else 2)
@@ -188,7 +188,7 @@ def gated(name: str, gates: Uint32, ups: Uint32, weight: Float32, dtype: str) ->
         "float16": "cvt.rn.f16x2.f32 {$w0}, y1, y0; }",
         "bfloat16": "cvt.rn.bf16x2.f32 {$w0}, y1, y0; }",
     }[dtype]
-    return convert.ptx(f"{begin}{''.join(each)}{end}", Uint32, gates, ups, weight)
+    return convert.ptx(f"{begin}{''.join(elements)}{end}", Uint32, gates, ups, weight)
 
 
 def sums(words: list) -> list:
@@ -206,8 +206,8 @@ def sums(words: list) -> list:
             code += "".join(f"add.rn.ftz.f32 {a}, {a}, {b}; " for a, b in pairs)
             left = left[::2]
         code += f"mov.b32 {{$w{half}}}, {left[0]}; "
-    found = convert.ptx(f"{code}}}", [Uint32] * 2, *words)
-    return [*found]
+    totals = convert.ptx(f"{code}}}", [Uint32] * 2, *words)
+    return [*totals]
 
 
 def plus(a: Uint32, b: Uint32) -> Uint32:
@@ -227,7 +227,7 @@ def gradients(name: str, gates: Uint32, ups: Uint32, weight: Float32, dy: Uint32
         beyond = (
             f"selp.f32 v, {_ZERO}, v, q; selp.f32 a, {_ZERO}, {_ONE}, r; mul.rn.ftz.f32 t, t, a; "
         )
-    each = [
+    elements = [
         f"{_taken('g', '{$r0}', i)}{_taken('u', '{$r1}', i)}{_taken('e', '{$r3}', i)}"
         f"{_cut(row)}{_PARTS[row.unary]}{_SLOPES[row.unary]}"
         f"{_rounded('t', row.rounding.part)}{_rounded('v', row.rounding.slope)}{beyond}"
@@ -236,8 +236,8 @@ def gradients(name: str, gates: Uint32, ups: Uint32, weight: Float32, dy: Uint32
         for i in range(2)
     ]
     code = (
-        f"{_BEGIN}{''.join(each)}cvt.rn.bf16x2.f32 {{$w0}}, y1, y0; "
+        f"{_BEGIN}{''.join(elements)}cvt.rn.bf16x2.f32 {{$w0}}, y1, y0; "
         "cvt.rn.bf16x2.f32 {$w1}, z1, z0; }"
     )
-    found = convert.ptx(code, [Uint32] * 2, gates, ups, weight, dy)
-    return [*found]
+    results = convert.ptx(code, [Uint32] * 2, gates, ups, weight, dy)
+    return [*results]

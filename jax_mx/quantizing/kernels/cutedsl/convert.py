@@ -81,15 +81,15 @@ def bits_to_float(bits: Uint32) -> Float32:
 
 def larger_magnitude(a: Uint32, b: Uint32, dtype: str, arch: str) -> Uint32:
     """Per element max(|a|, |b|), NaN if either is; the sign is meaningless. One HMNMX2 or FMNMX."""
-    kind = "b32" if dtype != "float32" else "f32"
+    ptx_type = "b32" if dtype != "float32" else "f32"
     registers = ".reg .f32 a, b, d; mov.b32 a, {$r0}; mov.b32 b, {$r1}; "
     code = f"max.NaN.xorsign.abs.{_SUFFIX[dtype]} "
     if not has(arch, 86):
-        code, mask = f"max.NaN.{_SUFFIX[dtype]} ", 0x7FFFFFFF if kind == "f32" else 0x7FFF7FFF
+        code, mask = f"max.NaN.{_SUFFIX[dtype]} ", 0x7FFFFFFF if ptx_type == "f32" else 0x7FFF7FFF
         a, b = a & Uint32(mask), b & Uint32(mask)
     code = (
         f"{code}{{$w0}}, {{$r0}}, {{$r1}};"
-        if kind == "b32"
+        if ptx_type == "b32"
         else f"{{ {registers}{code}d, a, b; mov.b32 {{$w0}}, d; }}"
     )
     return ptx(code, Uint32, a, b)
@@ -188,17 +188,17 @@ def products(words: cutlass.Constexpr, inverses: Uint32, to: cutlass.Constexpr):
     return a * low, b * high
 
 
-def shifted(words: list, first) -> list:
+def shifted(registers: list, first) -> list:
     """The words that begin `first` bytes, modulo half of all, into an even number of them."""
-    half = len(words) // 2
+    half = len(registers) // 2
     for step in [1 << i for i in reversed(range(half.bit_length() - 1))]:
         skip = (first & Uint32(4 * step)) != 0
-        words = [
-            Uint32(cutlass.select_(skip, words[i + step], words[i]))
-            for i in range(len(words) - step)
+        registers = [
+            Uint32(cutlass.select_(skip, registers[i + step], registers[i]))
+            for i in range(len(registers) - step)
         ]
     bits = (first & Uint32(3)) * 8
-    return [funnel(words[i], words[i + 1], bits) for i in range(half)]
+    return [funnel(registers[i], registers[i + 1], bits) for i in range(half)]
 
 
 def funnel(low: Uint32, high: Uint32, bits: Uint32) -> Uint32:
@@ -287,7 +287,7 @@ def _pack_four(a: Float32, b: Float32, c: Float32, d: Float32, format) -> Uint32
 # floats; or, where e2m1 has no conversion, a word of two 16-bit ones, of the kind `_kind`.
 
 
-def _kind(dtype: str) -> str:
+def _ptx_type(dtype: str) -> str:
     return _SUFFIX["bfloat16" if dtype == "bfloat16" else "float16"]
 
 
@@ -310,12 +310,12 @@ def pack_along(pairs: list, to: Conversion) -> list:
         return [pack_four([*low, *high], to) for low, high in fours]
     if not to.has_words:
         return _pack_e2m1([value for pair in pairs for value in pair])
-    kind, halves = _kind(to.dtype), []
+    ptx_type, halves = _ptx_type(to.dtype), []
     for low, high in zip(pairs[::2], pairs[1::2], strict=True):
         # Codes 0, 2, 1, 3 in bytes, then in order.
-        mixed = times_plus(_counted(high, kind), 256, _counted(low, kind))
+        mixed = times_plus(_counted(high, ptx_type), 256, _counted(low, ptx_type))
         signs = (bytes_of(low, high, 0x7351) >> Uint32(4)) & Uint32(0x08080808)
-        mixed = mixed + signs - Uint32(_COUNTS_FROM[kind] * (1 + 256) & 0xFFFFFFFF)
+        mixed = mixed + signs - Uint32(_COUNTS_FROM[ptx_type] * (1 + 256) & 0xFFFFFFFF)
         halves.append(mixed + (mixed >> Uint32(12)))
     if len(halves) == 1:
         return halves
@@ -328,29 +328,30 @@ def pack_down(upper: list, lower: list, to: Conversion) -> list:
     if not to.has_words:
         pairs = [pair for two in zip(upper, lower, strict=True) for pair in zip(*two, strict=True)]
         return _pack_e2m1([value for pair in pairs for value in pair])
-    kind, found = _kind(to.dtype), []
-    offset = _COUNTS_FROM[kind] * (1 + 16) >> 16 & 0xFF  # in the third byte; the first has none
+    ptx_type, packed = _ptx_type(to.dtype), []
+    offset = _COUNTS_FROM[ptx_type] * (1 + 16) >> 16 & 0xFF  # in the third byte; the first has none
     for i in range(0, len(upper), 2):
         both = [
-            times_plus(_counted(lower[j], kind), 16, _counted(upper[j], kind)) for j in (i, i + 1)
+            times_plus(_counted(lower[j], ptx_type), 16, _counted(upper[j], ptx_type))
+            for j in (i, i + 1)
         ]
         signs = _signs(*(bytes_of(*rows[i : i + 2], 0x7531) for rows in (upper, lower)))
-        found.append(bytes_of(*both, 0x6420) + signs - Uint32(offset * 0x01000100))
-    return found
+        packed.append(bytes_of(*both, 0x6420) + signs - Uint32(offset * 0x01000100))
+    return packed
 
 
 def pack_below(rows: list, to: Conversion) -> list:
     """Pairs below each other as `pack_column` takes them: words of half of both columns."""
     if not to.has_words:
         return rows
-    kind, halves = _kind(to.dtype), []
+    ptx_type, halves = _ptx_type(to.dtype), []
     for i in range(0, len(rows), 4):
         four = rows[i : i + 4]
-        word = _counted(four[3], kind)
+        word = _counted(four[3], ptx_type)
         for pair in four[2::-1]:
-            word = times_plus(word, 16, _counted(pair, kind))
+            word = times_plus(word, 16, _counted(pair, ptx_type))
         signs = _signs(*(bytes_of(four[j], four[j + 2], 0x7351) for j in (0, 1)))
-        offset = _COUNTS_FROM[kind] * (1 + 16 + 256 + 4096) & 0xFFFFFFFF
+        offset = _COUNTS_FROM[ptx_type] * (1 + 16 + 256 + 4096) & 0xFFFFFFFF
         halves.append(word + signs - Uint32(offset))
     return halves
 
@@ -379,23 +380,25 @@ def _signs(low: Uint32, high: Uint32) -> Uint32:
 _COUNTS_FROM = {"bf16x2": 0x43004300, "f16x2": 0x64006400}
 
 
-def _counted(pair: Uint32, kind: str) -> Uint32:
+def _counted(pair: Uint32, ptx_type: str) -> Uint32:
     """`_COUNTS_FROM` + the e2m1 codes of the magnitudes of two scaled floats; of NaN the largest.
 
     Codes count steps: two a unit up to 2, one up to 4, a half beyond. So a code is the least of
     2 x, x + 2, x / 2 + 4 and 7, rounded to the nearest integer, an even one from a tie.
     """
-    two, one, half = {"bf16x2": (0x4000, 0x3F80, 0x3F00), "f16x2": (0x4000, 0x3C00, 0x3800)}[kind]
+    two, one, half = {"bf16x2": (0x4000, 0x3F80, 0x3F00), "f16x2": (0x4000, 0x3C00, 0x3800)}[
+        ptx_type
+    ]
     code = "{ .reg .b32 a, t, u, v, c, d; and.b32 a, {$r0}, 0x7fff7fff; "
     for name, factor, added in (("t", two, 0), ("u", one, 2), ("v", half, 4)):
         code += (
             f"mov.b32 c, 0x{factor:04x}{factor:04x}; "
-            f"mov.b32 d, 0x{_COUNTS_FROM[kind] + added * 0x10001:08x}; "
-            f"fma.rn.{kind} {name}, a, c, d; "
+            f"mov.b32 d, 0x{_COUNTS_FROM[ptx_type] + added * 0x10001:08x}; "
+            f"fma.rn.{ptx_type} {name}, a, c, d; "
         )
     code += (
-        f"min.{kind} t, t, u; min.{kind} t, t, v; "
-        f"mov.b32 d, 0x{_COUNTS_FROM[kind] + 7 * 0x10001:08x}; min.{kind} {{$w0}}, t, d; }}"
+        f"min.{ptx_type} t, t, u; min.{ptx_type} t, t, v; "
+        f"mov.b32 d, 0x{_COUNTS_FROM[ptx_type] + 7 * 0x10001:08x}; min.{ptx_type} {{$w0}}, t, d; }}"
     )
     return ptx(code, Uint32, pair)
 
@@ -421,9 +424,9 @@ def pack_products(floats: list, factor: Float32, arch: str) -> list:
     to = Conversion("bfloat16", MXFP4_E2M1, arch)
     if not to.has_words:
         return _pack_e2m1([value * factor for value in floats])
-    words = [_two_to_odd(*two, arch) for two in zip(floats[::2], floats[1::2], strict=True)]
+    pairs = [_two_to_odd(*two, arch) for two in zip(floats[::2], floats[1::2], strict=True)]
     inverses = pair(float_to_bits(factor), float_to_bits(factor))
-    return pack_along([scaled_pair([word], inverses, to) for word in words], to)
+    return pack_along([scaled_pair([word], inverses, to) for word in pairs], to)
 
 
 def _two_to_odd(low: Float32, high: Float32, arch: str) -> Uint32:
@@ -521,11 +524,11 @@ def unpack_nibbles(word: Uint32) -> list:
 
 def expanded(words: list) -> list:
     """Words of one code a byte, from words of two."""
-    found = []
+    spread = []
     for word in words:
         low, high = unpack_nibbles(word)
-        found += [bytes_of(low, high, select) for select in (0x5140, 0x7362)]
-    return found
+        spread += [bytes_of(low, high, select) for select in (0x5140, 0x7362)]
+    return spread
 
 
 def _unpack_four_e2m1(word: Uint32) -> list:
@@ -633,14 +636,14 @@ def dequantized_pairs(words: list, factors: list, to: Conversion) -> list:
     else:
         floats = [value for word in words for value in unpack_four(word, to)]
         values = round_all(floats, "bfloat16")
-    return [_multiply_bf16x2(*each, to.arch) for each in zip(values, factors, strict=True)]
+    return [_multiply_bf16x2(*operands, to.arch) for operands in zip(values, factors, strict=True)]
 
 
 def through_codes(pairs: list, factors: list, to: Conversion) -> list:
     """Words of two bfloat16, the floats of the codes of pairs, see `dequantized_pairs`."""
-    words = pack_along(pairs, to)
-    words = words if to.format.codes_per_byte == 1 else expanded(words)
-    return dequantized_pairs(words, factors, to)
+    codes = pack_along(pairs, to)
+    codes = codes if to.format.codes_per_byte == 1 else expanded(codes)
+    return dequantized_pairs(codes, factors, to)
 
 
 def byte_of_e2m1(byte: Uint32, factors: Uint32, arch: str) -> Uint32:

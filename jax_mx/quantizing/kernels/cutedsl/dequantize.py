@@ -102,8 +102,8 @@ def words_of(rP) -> list:
 def dequantized(rV, factors: list, to: convert.Conversion):
     """A fragment of floats: codes, one a byte, times as many factors, rounded once."""
     rW = cute.recast_tensor(rV, Uint32)
-    words = [rW[w] for w in range(len(factors) // 4)]
-    return fragment(convert.dequantized(words, factors, to), to.dtype)
+    codes = [rW[w] for w in range(len(factors) // 4)]
+    return fragment(convert.dequantized(codes, factors, to), to.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,17 +396,17 @@ class Shifted(Matrix):
         codes = [values.toint() + (first + Int64(cols) * (step * i)) for i in range(BLOCK // n)]
         if const_expr(self.layout.is_tiled):
             gathered = self.gather_scales(scales, batch, block, tile_c, tid, rows // BLOCK, cols)
-            words = self.load(codes, left, near, cols)
-            found = self.shared_scales(gathered, tid, left - tile_c * self.wide + n)
+            codes_and_scales = self.load(codes, left, near, cols)
+            scale_words = self.shared_scales(gathered, tid, left - tile_c * self.wide + n)
         else:
             where = (Int64(batch) * (rows // BLOCK) + block) * cols + left
-            words = self.load([*codes, scales.toint() + where], left, near, cols)
-            found = [words[w, BLOCK // n] for w in range(n // 4)]
-        scale = [found[j // 4] >> Uint32(j % 4 * 8) for j in range(n)]
+            codes_and_scales = self.load([*codes, scales.toint() + where], left, near, cols)
+            scale_words = [codes_and_scales[w, BLOCK // n] for w in range(n // 4)]
+        scale = [scale_words[j // 4] >> Uint32(j % 4 * 8) for j in range(n)]
         factors = [convert.factor_of(scale[j] & Uint32(255)) for j in range(n)]
         floats = []
         for i in range_constexpr(BLOCK // n):
-            row = [words[w, i] for w in range(n // 4)]
+            row = [codes_and_scales[w, i] for w in range(n // 4)]
             if const_expr(self.per_byte > 1):  # a byte holds two rows, of which one is this lane's
                 both = [convert.unpack_nibbles(word) for word in row]
                 row = [select(warp % 2 != 0, upper, lower) for lower, upper in both]
@@ -432,13 +432,13 @@ class Shifted(Matrix):
         each other.
         """
         n: cutlass.Constexpr = self.vector
-        words = cute.make_rmem_tensor((n // 4, len(addresses)), Uint32)
-        words.fill(Uint32(0))
+        loaded = cute.make_rmem_tensor((n // 4, len(addresses)), Uint32)
+        loaded.fill(Uint32(0))
         if near:
             for i in range_constexpr(len(addresses)):
-                found = load_anywhere(addresses[i], n)
+                vector = load_anywhere(addresses[i], n)
                 for w in range_constexpr(n // 4):
-                    words[w, i] = found[w]
+                    loaded[w, i] = vector[w]
         else:
             for i in range_constexpr(len(addresses)):
                 address = cute.make_ptr(Uint8, addresses[i], cute.AddressSpace.gmem)
@@ -446,15 +446,15 @@ class Shifted(Matrix):
                 for j in range_constexpr(n):
                     if (left + j >= 0) & (left + j < cols):
                         byte = Uint32(row[j]) << Uint32(j % 4 * 8)
-                        words[j // 4, i] = words[j // 4, i] | byte
-        return words
+                        loaded[j // 4, i] = loaded[j // 4, i] | byte
+        return loaded
 
     @cute.jit
     def gather_scales(self, scales, batch, block, tile_c, tid, blocks, cols):
         """A thread's share of a block's scales in tiles, from a vector before the tile on."""
         steps: cutlass.Constexpr = -(-(self.wide + self.vector) // self.threads)
-        found = cute.make_rmem_tensor(steps, Uint32)
-        found.fill(Uint32(0))
+        gathered = cute.make_rmem_tensor(steps, Uint32)
+        gathered.fill(Uint32(0))
         mS = cute.make_tensor(scales, cute.make_layout(1 << 62))
         for step in range_constexpr(steps):
             index = step * self.threads + tid
@@ -463,8 +463,8 @@ class Shifted(Matrix):
                 offset, _ = offset_in_tiles(
                     self.layout, Place(batch, col, block), Extents(cols, blocks)
                 )
-                found[step] = Uint32(mS[offset])
-        return found
+                gathered[step] = Uint32(mS[offset])
+        return gathered
 
     @cute.jit
     def shared_scales(self, gathered, tid, start):
@@ -585,9 +585,9 @@ class Tiled(Matrix):
         if (first + depth <= rows) & (left + n <= cols) & (cols >= n) & before & behind:
             rW = cute.recast_tensor(rP, Uint32)
             for i in range_constexpr(depth):
-                words = load_anywhere(values.toint() + (top + i) * cols + left, n)
+                vector = load_anywhere(values.toint() + (top + i) * cols + left, n)
                 for w in range_constexpr(n // 4):
-                    rW[w, i] = words[w]
+                    rW[w, i] = vector[w]
         else:
             layout = cute.make_layout((Int64(batch + 1) * rows, cols), stride=(Int64(cols), 1))
             mV = cute.make_tensor(values, layout)
@@ -635,8 +635,8 @@ class Tiled(Matrix):
             row, col, high, wide = first + i, left // BLOCK, rows, cols // BLOCK
             if const_expr(column):
                 row, col, high, wide = left + i, first // BLOCK, cols, rows // BLOCK
-            place, extents = Place(batch, row, col), Extents(high, wide)
-            offset, _ = offset_in_tiles(self.layout, place, extents)
+            coordinates, extents = Place(batch, row, col), Extents(high, wide)
+            offset, _ = offset_in_tiles(self.layout, coordinates, extents)
             if row < high:
                 rS[i] = mS[offset]
 
@@ -662,9 +662,9 @@ class Tiled(Matrix):
 
 def put(pointer, offset, words: list, align: int) -> None:
     """Stores words in shared memory at an offset that `align` divides, as many bytes a store."""
-    each = align // 4
-    for i in range(0, len(words), each):
-        rB = cute.recast_tensor(fragment(words[i : i + each], "float32"), Uint8)
+    words_per_store = align // 4
+    for i in range(0, len(words), words_per_store):
+        rB = cute.recast_tensor(fragment(words[i : i + words_per_store], "float32"), Uint8)
         cute.autovec_copy(rB, aligned_bytes(pointer, offset + 4 * i, align))
 
 

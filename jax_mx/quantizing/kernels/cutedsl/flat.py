@@ -30,7 +30,7 @@ class WholeBlocks(Kernel):
 
     @cute.jit
     def quantized(
-        self, held, data, o: cutlass.Constexpr, rule, extra, place: cutlass.Constexpr
+        self, held, data, o: cutlass.Constexpr, rule, extra, share: cutlass.Constexpr
     ):  # fmt: skip
         """(words of codes, scale) of a block for the o-th result.
 
@@ -40,65 +40,66 @@ class WholeBlocks(Kernel):
           o: number of the result.
           rule: see `QuantizerEntry.rule`.
           extra: see `extra`.
-          place: the place of these elements in their block.
+          share: the place of these elements in their block.
         """
-        kind: cutlass.Constexpr = self.kind(o)
-        dtype: cutlass.Constexpr = "float32" if kind.hadamard else self.dtype  # of what is scaled
+        mode: cutlass.Constexpr = self.kind(o)
+        # The dtype of the elements that are scaled.
+        dtype: cutlass.Constexpr = "float32" if mode.hadamard else self.dtype
         (loaded, known), (prescale, *flips) = data, extra
         floats = []
-        if const_expr(kind.changes_elements):
-            if const_expr(kind.hadamard):
-                held = preprocessed.flipped(held, loaded[-1], known, flips, place, kind.hadamard)
-            floats = preprocessed.elements(kind, self.dtype, held, place, prescale)
+        if const_expr(mode.changes_elements):
+            if const_expr(mode.hadamard):
+                held = preprocessed.flipped(held, loaded[-1], known, flips, share, mode.hadamard)
+            floats = preprocessed.elements(mode, self.dtype, held, share, prescale)
             if const_expr(dtype == "float32"):
                 held = [convert.float_to_bits(value) for value in floats]
-        if const_expr(kind.window == ROW):
+        if const_expr(mode.window == ROW):
             amax = loaded[-1]
         else:
             word = held[0]
             for w in range_constexpr(1, len(held)):
                 word = convert.larger_magnitude(word, held[w], dtype, self.arch)
-            lanes: cutlass.Constexpr = place.sharers * blocks_of(kind.window)
+            lanes: cutlass.Constexpr = share.sharers * blocks_of(mode.window)
             for k in range_constexpr(lanes.bit_length() - 1):
                 other = cute.arch.shuffle_sync_bfly(word, offset=1 << k)
                 word = convert.larger_magnitude(word, other, dtype, self.arch)
             amax = convert.largest_magnitude_bits(word, dtype)
-        if const_expr(not kind.changes_elements):
+        if const_expr(not mode.changes_elements):
             scale, inverse = self.scale_of(amax, self.formats[o], rule)
-            by: cutlass.Constexpr = scale if kind.dequantized else None
+            by: cutlass.Constexpr = scale if mode.dequantized else None
             return self.codes(held, inverse, self.formats[o], by), scale
-        how: cutlass.Constexpr = (kind, self.dtype)
+        element_type: cutlass.Constexpr = (mode, self.dtype)
         amax = convert.float_to_bits(
-            preprocessed.finished(*how, convert.bits_to_float(amax), prescale)
+            preprocessed.finished(*element_type, convert.bits_to_float(amax), prescale)
         )
         scale, inverse = self.scale_of(amax, self.formats[o], rule, "float32")
-        by = convert.bits_to_float(inverse) * preprocessed.factor(*how, prescale)
-        rP = cute.make_rmem_tensor(place.elements // 8, Uint32)
-        if const_expr(preprocessed.is_exact(*how)):
+        by = convert.bits_to_float(inverse) * preprocessed.factor(*element_type, prescale)
+        rP = cute.make_rmem_tensor(share.elements // 8, Uint32)
+        if const_expr(preprocessed.is_exact(*element_type)):
             if amax < Uint32(preprocessed.SMALL):
-                settled = [preprocessed.settled(*how, value, prescale) for value in floats]
-                self.preprocessed_codes(kind, settled, by, loaded, place, rP)
+                settled = [preprocessed.settled(*element_type, value, prescale) for value in floats]
+                self.preprocessed_codes(mode, settled, by, loaded, share, rP)
             else:
-                self.preprocessed_codes(kind, floats, by, loaded, place, rP)
+                self.preprocessed_codes(mode, floats, by, loaded, share, rP)
         else:
-            self.preprocessed_codes(kind, floats, by, loaded, place, rP)
-        return [rP[i] for i in range(place.elements // 8)], scale
+            self.preprocessed_codes(mode, floats, by, loaded, share, rP)
+        return [rP[i] for i in range(share.elements // 8)], scale
 
     @staticmethod
-    def extra(given: dict) -> list:
+    def extra(scalars: dict) -> list:
         """The scalars of preprocessing, as bits: the prescale, flips of even and of odd blocks.
 
         Scalars that the result does not have are 0.
         """
-        return [given.get(name, Int32(0)) for name in ("prescale", "flips", "flips_odd")]
+        return [scalars.get(name, Int32(0)) for name in ("prescale", "flips", "flips_odd")]
 
-    def preprocessed_codes(self, kind: Kind, floats: list, by, loaded: list, place, into) -> None:
+    def preprocessed_codes(self, kind: Kind, floats: list, by, loaded: list, share, into) -> None:
         """Puts words of the e2m1 codes of floats times a block's factor into a fragment."""
         if kind.stochastic:
-            words = preprocessed.random_codes(floats, by, loaded[0], place)
+            packed = preprocessed.random_codes(floats, by, loaded[0], share)
         else:
-            words = convert.pack_products(floats, by, self.arch)
-        for i, word in enumerate(words):
+            packed = convert.pack_products(floats, by, self.arch)
+        for i, word in enumerate(packed):
             into[i] = word
 
     def codes(self, held: list, inverse, format: Format, scale=None) -> list:
@@ -107,10 +108,10 @@ class WholeBlocks(Kernel):
         With the block's scale, words of what they stand for.
         """
         inverses = convert.pair(inverse, inverse)
-        each = self.itemsize // 2  # words of a pair
+        words_per_pair = self.itemsize // 2
         pairs = [
-            self.scaled_pair(held[i : i + each], inverses, format)
-            for i in range(0, len(held), each)
+            self.scaled_pair(held[i : i + words_per_pair], inverses, format)
+            for i in range(0, len(held), words_per_pair)
         ]
         to = self.conversion(format)
         if scale is None:
@@ -179,12 +180,12 @@ class Flat(WholeBlocks):
         n, places, rows, cols, *_ = scalars
         if const_expr(self.dequantized):
             places = places // BLOCK  # blocks, whose scales nobody wants
-        given = self.of_result(scalars, 0)
-        rule, extra = self.rule(given), self.extra(given)
+        settings = self.of_result(scalars, 0)
+        rule, extra = self.rule(settings), self.extra(settings)
         elements: cutlass.Constexpr = self.tile.elements
         unroll: cutlass.Constexpr = self.tile.unroll
         sharers: cutlass.Constexpr = BLOCK // elements  # threads that share a block
-        words: cutlass.Constexpr = elements * self.itemsize // 4
+        words_per_step: cutlass.Constexpr = elements * self.itemsize // 4
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
         by_step = cute.make_layout((n // elements, elements), stride=(elements, 1))
@@ -206,7 +207,7 @@ class Flat(WholeBlocks):
                 block, offset, inside = locate(self.layout, first, mine, places, rows, cols)
             steps.append(block * sharers + tid % sharers)
             if const_expr(self.tiles_values):
-                tiles = given["value_tiles"] != Int32(0)
+                tiles = settings["value_tiles"] != Int32(0)
                 stores.append(self.stored_as(block, cols, tiles) * sharers + tid % sharers)
             else:
                 stores.append(steps[u])
@@ -221,10 +222,10 @@ class Flat(WholeBlocks):
 
         for u in range_constexpr(unroll):
             rW = cute.recast_tensor(rX[None, u], Uint32)
-            held = [rW[w] for w in range(words)]
+            held = [rW[w] for w in range(words_per_step)]
             odd = Int32(steps[u] // sharers % 2)
-            place = preprocessed.Place(tid % sharers, sharers, elements, odd)
-            packed, scale = self.quantized(held, data_of_steps[u], 0, rule, extra, place)
+            share = preprocessed.Place(tid % sharers, sharers, elements, odd)
+            packed, scale = self.quantized(held, data_of_steps[u], 0, rule, extra, share)
             there: cutlass.Constexpr = (stores[u], offsets[u], insides[u])
             self.store(packed, scale, arrays, mV, there, places, len(rule) > 2)
 
@@ -294,11 +295,11 @@ class Flat(WholeBlocks):
             for source, half in zip(pair, both, strict=True):
                 load(source, half, self.kept)
             rM[0] = cute.make_tensor(weight, cute.make_layout(1))[0]
-        gates, ups, words = (cute.recast_tensor(t, Uint32) for t in (*both, target))
+        gates, ups, results = (cute.recast_tensor(t, Uint32) for t in (*both, target))
         if const_expr(self.source.interleaved):
             activations.part(gates, ups)
-        for w in range_constexpr(cute.size(words)):
-            words[w] = activations.gated(
+        for w in range_constexpr(cute.size(results)):
+            results[w] = activations.gated(
                 self.source.activation, gates[w], ups[w], rM[0], self.dtype
             )
 
@@ -318,8 +319,8 @@ class Flat(WholeBlocks):
         offset = block
         exists = inside
         if const_expr(self.layout.is_tiled):
-            place: cutlass.Constexpr = geometry.Place(batch, row, col)
-            offset, exists = offset_in_tiles(self.layout, place, Extents(rows, cols))
+            coordinates: cutlass.Constexpr = geometry.Place(batch, row, col)
+            offset, exists = offset_in_tiles(self.layout, coordinates, Extents(rows, cols))
         return block, row, Int64(cutlass.select_(exists, offset, places)), inside
 
     def with_pairs(self, place):
@@ -333,9 +334,9 @@ class Flat(WholeBlocks):
 # ---- what makes the floats: by the name that a source has for its loader ---
 def _rows(entry: Flat, arrays, scalars, mX, target, where) -> None:
     step, row, inside = where
-    cols, each = scalars[3], BLOCK // entry.tile.elements  # blocks of a row, steps of a block
+    cols, steps_per_block = scalars[3], BLOCK // entry.tile.elements  # cols: blocks of a row
     number = numbers_of(arrays["rows"], row, inside, 1, 4)[0]
-    step = step + (Int64(number) - row) * cols * each
+    step = step + (Int64(number) - row) * cols * steps_per_block
     entry.pick(mX[step, None], target, number, scalars[4])
 
 

@@ -92,8 +92,8 @@ def vector_at(pointer, dtype, align: int, n: int):
 def words_of(rX, pair: int, dtype: str) -> list:
     """Elements 2 * pair and 2 * pair + 1 of a fragment: a word of 16 bits each, or two words."""
     rW = cute.recast_tensor(rX, Uint32)
-    each = FLOAT_DTYPES[dtype].itemsize // 2
-    return [rW[each * pair + i] for i in range(each)]
+    words_per_pair = FLOAT_DTYPES[dtype].itemsize // 2
+    return [rW[words_per_pair * pair + i] for i in range(words_per_pair)]
 
 
 def fragment(words: list, dtype: str):
@@ -135,10 +135,10 @@ def load(source, target, kept: bool, ahead: bool = False) -> None:
     if not (kept or ahead):
         cute.autovec_copy(source, target)
         return
-    words, address = cute.recast_tensor(target, Uint32), source.iterator.toint()
-    for first, count in _vectors(cute.size(words)):
+    registers, address = cute.recast_tensor(target, Uint32), source.iterator.toint()
+    for first, count in _vectors(cute.size(registers)):
         for i, word in enumerate(_load_words(address + 4 * first, count, kept)):
-            words[first + i] = word
+            registers[first + i] = word
 
 
 def load_row(source, target, row, rows, kept: bool) -> None:
@@ -146,11 +146,11 @@ def load_row(source, target, row, rows, kept: bool) -> None:
 
     H200, (16384, 7168), 2026-11-23: both_transposed of rows takes 8 branches a thread otherwise.
     """
-    words, address = cute.recast_tensor(target, Uint32), source.iterator.toint()
-    for first, count in _vectors(cute.size(words)):
-        found = _load_words_of_row(address + 4 * first, row, rows, count, kept)
-        for i, word in enumerate(found):
-            words[first + i] = word
+    registers, address = cute.recast_tensor(target, Uint32), source.iterator.toint()
+    for first, count in _vectors(cute.size(registers)):
+        loaded = _load_words_of_row(address + 4 * first, row, rows, count, kept)
+        for i, word in enumerate(loaded):
+            registers[first + i] = word
 
 
 def store(source, target, kept: bool) -> None:
@@ -165,9 +165,9 @@ def store(source, target, kept: bool) -> None:
             word = word | Uint32(source[1]) << Uint32(8)
         _store_kept(address, [word], 8 * cute.size(source))
         return
-    words = cute.recast_tensor(source, Uint32)
-    for first, count in _vectors(cute.size(words)):
-        _store_kept(address + 4 * first, [words[first + i] for i in range(count)])
+    registers = cute.recast_tensor(source, Uint32)
+    for first, count in _vectors(cute.size(registers)):
+        _store_kept(address + 4 * first, [registers[first + i] for i in range(count)])
 
 
 def _vectors(words: int) -> list[tuple[int, int]]:
@@ -184,23 +184,23 @@ def _list(names: list[str]) -> tuple[str, str]:
 def _load_words(address: Int64, count: int, kept: bool) -> list:
     """Either kept or ahead."""
     vector, names = _list([f"{{$w{i}}}" for i in range(count)])
-    begin, how, end = (_KEPT, "cache_hint", ", kept") if kept else ("{", "256B", "")
-    code = f"{begin} ld.global.L2::{how}{vector}.b32 {names}, [{{$r0}}]{end}; }}"
-    found = convert.ptx(code, [Uint32] * count, address)
-    return [*found] if count > 1 else [found]
+    begin, modifier, end = (_KEPT, "cache_hint", ", kept") if kept else ("{", "256B", "")
+    code = f"{begin} ld.global.L2::{modifier}{vector}.b32 {names}, [{{$r0}}]{end}; }}"
+    loaded = convert.ptx(code, [Uint32] * count, address)
+    return [*loaded] if count > 1 else [loaded]
 
 
 def _load_words_of_row(address: Int64, row: Int32, rows: Int32, count: int, kept: bool) -> list:
-    each = [f"{{$w{i}}}" for i in range(count)]
-    vector, names = _list(each)
-    begin, how, end = (_KEPT, ".L2::cache_hint", ", kept") if kept else ("{ ", "", "")
-    zeros = " ".join(f"mov.b32 {name}, 0;" for name in each)
+    registers = [f"{{$w{i}}}" for i in range(count)]
+    vector, names = _list(registers)
+    begin, modifier, end = (_KEPT, ".L2::cache_hint", ", kept") if kept else ("{ ", "", "")
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in registers)
     code = (
         f"{begin} .reg .pred there; setp.lt.u32 there, {{$r1}}, {{$r2}}; {zeros} "
-        f"@there ld.global{how}{vector}.b32 {names}, [{{$r0}}]{end}; }}"
+        f"@there ld.global{modifier}{vector}.b32 {names}, [{{$r0}}]{end}; }}"
     )
-    found = convert.ptx(code, [Uint32] * count, address, row, rows)
-    return [*found] if count > 1 else [found]
+    loaded = convert.ptx(code, [Uint32] * count, address, row, rows)
+    return [*loaded] if count > 1 else [loaded]
 
 
 def _store_kept(address: Int64, words: list, bits: int = 32) -> None:
@@ -217,8 +217,8 @@ def mapped(address: Int32, rank: Int32) -> Int32:
 
 def two_of_block(address: Int32, dtype=Float32) -> list:
     """Two floats, or words, at an address that `mapped` gives."""
-    kind = "f32" if dtype is Float32 else "b32"
-    code = f"ld.shared::cluster.v2.{kind} {{{{$w0}}, {{$w1}}}}, [{{$r0}}];"
+    ptx_type = "f32" if dtype is Float32 else "b32"
+    code = f"ld.shared::cluster.v2.{ptx_type} {{{{$w0}}, {{$w1}}}}, [{{$r0}}];"
     return list(convert.ptx(code, [dtype] * 2, Int32(address)))
 
 
@@ -285,13 +285,13 @@ def offset_in_tiles(layout: ScaleLayout, place: Place, size: Extents):
 @cute.jit
 def load_anywhere(address: Int64, size: cutlass.Constexpr):
     """The words of `size` bytes at any address, from the two aligned vectors around them."""
-    words: cutlass.Constexpr = size // 4
+    words_per_vector: cutlass.Constexpr = size // 4
     base = cute.make_ptr(Uint32, address & ~(size - 1), cute.AddressSpace.gmem, assumed_align=size)
-    mW = cute.make_tensor(base, cute.make_layout((words, 2)))
-    around = cute.make_rmem_tensor((words, 2), Uint32)
+    mW = cute.make_tensor(base, cute.make_layout((words_per_vector, 2)))
+    around = cute.make_rmem_tensor((words_per_vector, 2), Uint32)
     for v in range_constexpr(2):
         cute.autovec_copy(mW[None, v], around[None, v])
-    return convert.shifted([around[w] for w in range(2 * words)], Uint32(address))
+    return convert.shifted([around[w] for w in range(2 * words_per_vector)], Uint32(address))
 
 
 @cute.jit
@@ -333,7 +333,7 @@ def store_rows(
     lane, warp = tid % 32, tid // 32
     pitch: cutlass.Constexpr = width + PAD
     bytes_ = cute.make_tensor(sV, cute.make_layout(height * pitch + PAD))
-    words = cute.recast_tensor(bytes_, Uint32)
+    staged = cute.recast_tensor(bytes_, Uint32)
     for step in range_constexpr(height // warps):
         row = step * warps + warp
         if row < rows:
@@ -349,7 +349,7 @@ def store_rows(
                 first = 4 * word - ahead
                 if (first >= 0) & (first + 4 <= count):
                     index = (PAD + row * pitch + first) >> 2
-                    both = words[index], words[index + 1]
+                    both = staged[index], staged[index + 1]
                     mW[word] = convert.funnel(*both, Uint32(head * 8))
             # What is before the first whole word, and behind the last: bytes, at once.
             edge = lane

@@ -34,7 +34,7 @@ def load(kind: cutlass.Constexpr, pointers, block, inside):
 
     They are known where the call has no operand of flips.
     """
-    found, known = [], cutlass.Boolean(False)
+    loaded, known = [], cutlass.Boolean(False)
     for i in range_constexpr(len(pointers)):
         rW = cute.make_rmem_tensor(1, Uint32)
         rW[0] = Uint32(0)
@@ -43,8 +43,8 @@ def load(kind: cutlass.Constexpr, pointers, block, inside):
             inside = inside & (pointers[i].toint() != 0)
         if inside:
             rW[0] = cute.make_tensor(pointers[i] + block, cute.make_layout(1))[0]
-        found.append(rW[0])
-    return found, known
+        loaded.append(rW[0])
+    return loaded, known
 
 
 def elements(kind: Kind, dtype: str, words: list, place: Place, prescale: Int32) -> list:
@@ -141,14 +141,14 @@ def flip(words: list, flips: Uint32, place: Place) -> list:
     flips = flips >> Uint32(place.index * place.elements)
     if len(words) == place.elements:
         return [w ^ (flips << Uint32(31 - i)) & Uint32(1 << 31) for i, w in enumerate(words)]
-    found = []
+    changed = []
     for first in range(0, len(words), 8):
         # Bits of odd elements, 15 places up: as far from those of even ones as their signs are.
         bits = flips >> Uint32(2 * first)
         bits = bits & Uint32(0x5555) | (bits & Uint32(0xAAAA)) << Uint32(15)
         for i, word in enumerate(words[first : first + 8]):
-            found.append(word ^ (bits << Uint32(15 - 2 * i)) & Uint32(0x80008000))
-    return found
+            changed.append(word ^ (bits << Uint32(15 - 2 * i)) & Uint32(0x80008000))
+    return changed
 
 
 def hadamard(floats: list, size: int, place: Place) -> list:
@@ -210,13 +210,13 @@ def random_codes(floats: list, by: Float32, seed: Uint32, place: Place) -> list:
     for j in range(place.elements // 2):
         at_random += _noise(seed ^ _step(j, place))
     codes = [_code(value * by, bits) for value, bits in zip(floats, at_random, strict=True)]
-    words = []
+    packed = []
     for i in range(0, len(codes), 8):
         word = Uint32(0)
         for code in reversed(codes[i : i + 8]):
             word = convert.funnel(code, word, Uint32(28))
-        words.append(word)
-    return words
+        packed.append(word)
+    return packed
 
 
 def _half_mixed(x: Uint32) -> Uint32:
@@ -227,12 +227,12 @@ def _half_mixed(x: Uint32) -> Uint32:
 
 def _step(j: int, place: Place) -> Uint32:
     """The word that is combined with a seed for the j-th word of a thread's noise."""
-    found = None
+    selected = None
     for index in reversed(range(place.sharers)):
         step = Uint32(noise.step(index * place.elements // 2 + j))
         mine = place.index == Int32(index)
-        found = step if found is None else Uint32(cutlass.select_(mine, step, found))
-    return found
+        selected = step if selected is None else Uint32(cutlass.select_(mine, step, selected))
+    return selected
 
 
 def _noise(word: Uint32) -> list:

@@ -72,14 +72,14 @@ class PreprocessedTiled(WholeBlocks, Tiled):
             result: cutlass.Constexpr = self.results[o]
             mine = self.block_data(arrays, o)
             named = self.of_result(scalars, o)
-            given: cutlass.Constexpr = Given(mine, self.rule(named), self.extra(named))
+            result_data: cutlass.Constexpr = Given(mine, self.rule(named), self.extra(named))
             if const_expr(self.is_plain(result)):
                 beyond: cutlass.Constexpr = self.beyond(arrays, scalars, o, at)
                 self.quantize_patch(rX, staged[o], o, arrays, scalars, beyond, lane)
             elif const_expr(result.blocks is Blocks.LAST):
-                self.quantize_rows(sX, staged[o], o, given, at, tid)
+                self.quantize_rows(sX, staged[o], o, result_data, at, tid)
             else:
-                self.quantize_columns(sX, staged[o], o, given, at, tid)
+                self.quantize_columns(sX, staged[o], o, result_data, at, tid)
         cute.arch.sync_threads()
         busy = 0
         for o in range_constexpr(self.outputs):
@@ -114,34 +114,38 @@ class PreprocessedTiled(WholeBlocks, Tiled):
 
     @cute.jit
     def quantize_rows(
-        self, sX, staged, o: cutlass.Constexpr, given: cutlass.Constexpr, at: cutlass.Constexpr, tid
+        self, sX, staged, o: cutlass.Constexpr, result_data: cutlass.Constexpr,
+        at: cutlass.Constexpr, tid,
     ):  # fmt: skip
         """Two blocks along rows, neighbours by neighbouring threads."""
         result: cutlass.Constexpr = self.results[o]
         lines: cutlass.Constexpr = self.lines(result)
-        beside: cutlass.Constexpr = self.tile.cols // BLOCK
+        blocks_across: cutlass.Constexpr = self.tile.cols // BLOCK
         (sS, sV), (batch, tile_m, tile_k, blocks_m, k) = staged, at
         for step in range_constexpr(2):
             index = step * self.threads + tid
-            row, block = index // beside, index % beside
+            row, block = index // blocks_across, index % blocks_across
             rW = cute.make_rmem_tensor((4, 4), Uint32)
             for c in range_constexpr(4):
                 chunk = (4 * block + c) ^ (row % CHUNKS)
                 cute.autovec_copy(sX[None, chunk, row], rW[None, c])
-            m, number = tile_m * self.tile.rows + row, tile_k * beside + block
+            m, number = tile_m * self.tile.rows + row, tile_k * blocks_across + block
             inside = (m < blocks_m * BLOCK) & (number < k // BLOCK)
             where = (Int64(batch) * (blocks_m * BLOCK) + m) * (k // BLOCK) + number
-            words = preprocessed.load(self.kind(o), given.data, where, inside)
+            block_data = preprocessed.load(self.kind(o), result_data.data, where, inside)
             held = [rW[i] for i in range(16)]
-            place = preprocessed.Place(Int32(0), 1, BLOCK, block % 2)
-            packed, scale = self.quantized(held, words, o, given.rule, given.extra, place)
+            share = preprocessed.Place(Int32(0), 1, BLOCK, block % 2)
+            packed, scale = self.quantized(
+                held, block_data, o, result_data.rule, result_data.extra, share
+            )
             self.put(sS, result, row, block, scale)
             chunks = self.chunks(sV, lines)
             cute.autovec_copy(bytes_of(packed, CODES), chunks[None, block ^ lines.key(row), row])
 
     @cute.jit
     def quantize_columns(
-        self, sX, staged, o: cutlass.Constexpr, given: cutlass.Constexpr, at: cutlass.Constexpr, tid
+        self, sX, staged, o: cutlass.Constexpr, result_data: cutlass.Constexpr,
+        at: cutlass.Constexpr, tid,
     ):  # fmt: skip
         """The blocks of two neighbouring columns."""
         result: cutlass.Constexpr = self.results[o]
@@ -150,17 +154,21 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         block, pair = tid // pairs, tid % pairs
         if const_expr(self.kind(o).blocks > 1):  # neighbours have a transform's two blocks
             block, pair = tid % self.tile.down, tid // self.tile.down
-        words = [sX[pair % 4, (pair // 4) ^ (r % CHUNKS), block * BLOCK + r] for r in range(BLOCK)]
+        column_pairs = [
+            sX[pair % 4, (pair // 4) ^ (r % CHUNKS), block * BLOCK + r] for r in range(BLOCK)
+        ]
         number, left = tile_m * self.tile.down + block, tile_k * self.tile.cols + 2 * pair
         where = (Int64(batch) * blocks_m + number) * k + left
         both = []
         for c in range_constexpr(2):
             inside = (number < blocks_m) & (left + c < k)
-            own = preprocessed.load(self.kind(o), given.data, where + c, inside)
+            block_data = preprocessed.load(self.kind(o), result_data.data, where + c, inside)
             half: cutlass.Constexpr = 0x7632 if c else 0x5410
-            held = [convert.bytes_of(*words[r : r + 2], half) for r in range(0, BLOCK, 2)]
-            place = preprocessed.Place(Int32(0), 1, BLOCK, block % 2)
-            packed, scale = self.quantized(held, own, o, given.rule, given.extra, place)
+            held = [convert.bytes_of(*column_pairs[r : r + 2], half) for r in range(0, BLOCK, 2)]
+            share = preprocessed.Place(Int32(0), 1, BLOCK, block % 2)
+            packed, scale = self.quantized(
+                held, block_data, o, result_data.rule, result_data.extra, share
+            )
             self.put(sS, result, block, 2 * pair + c, scale)
             both.append(packed)
             if const_expr(result.transposed):

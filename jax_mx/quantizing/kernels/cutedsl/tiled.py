@@ -149,7 +149,7 @@ class Tiled(Kernel):
         self.counts_blocks = all(form.spans)  # blocks, not columns, are what x's view counts
         self.extents = [*geometry.extents_of(form, self.of), *self.extents_of_amaxes()]
         # What one kernel has of its own is at most 48 KiB; the launch gives it more.
-        staged = sum(self.bytes_of(each) for each in self.results if self.is_staged(each))
+        staged = sum(self.bytes_of(result) for result in self.results if self.is_staged(result))
         self.dynamic_shared = staged if staged > STATIC else 0
         # Tiles of scales are padded below and beside x, and who is there writes the padding.
         tile = Extents(self.tile.rows, self.tile.cols)
@@ -190,8 +190,10 @@ class Tiled(Kernel):
             self.show_to_cluster(patches[0], beyond[-1], lane)
         for o in range_constexpr(self.outputs):
             for part in range_constexpr(self.parts):
-                own: cutlass.Constexpr = self.in_part(lane, part)
-                self.quantize_patch(patches[part], staged[o], o, arrays, scalars, beyond[o], own)
+                lane_of_part: cutlass.Constexpr = self.in_part(lane, part)
+                self.quantize_patch(
+                    patches[part], staged[o], o, arrays, scalars, beyond[o], lane_of_part
+                )
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
         cute.arch.sync_threads()
@@ -260,7 +262,7 @@ class Tiled(Kernel):
     def before(self, result: Output) -> int:
         """How many bytes of dynamic shared memory the values of earlier results take."""
         earlier = self.results[: self.results.index(result)]
-        return sum(self.bytes_of(each) for each in earlier if self.is_staged(each))
+        return sum(self.bytes_of(other) for other in earlier if self.is_staged(other))
 
     def bytes_of(self, result: Output) -> int:
         """How many bytes a tile's values have."""
@@ -376,11 +378,11 @@ class Tiled(Kernel):
     def store_sums(self, rX, sums, at: cutlass.Constexpr, lane: cutlass.Constexpr):
         """Stores the sums of 32 rows, column by column; a vector's columns all exist, or none."""
         _, tile_m, tile_k, blocks_m, k = at
-        found, first = self.sums_of_columns(rX, lane)
-        n: cutlass.Constexpr = len(found)
+        column_sums, first = self.sums_of_columns(rX, lane)
+        n: cutlass.Constexpr = len(column_sums)
         rS = cute.make_rmem_tensor(n, Uint32)
         for i in range_constexpr(n):
-            rS[i] = found[i]
+            rS[i] = column_sums[i]
         block = tile_m * self.tile.down + lane.row // BLOCK
         left, col = self.among(tile_k, lane.col + first, self.width, k)
         if (block < blocks_m) & (left < k):
@@ -394,18 +396,18 @@ class Tiled(Kernel):
         As `reference.sums_of` has them: a lane adds up its own rows, then lanes below each other
         share out the columns, neighbours first.
         """
-        rW, found, first = cute.recast_tensor(rX, Uint32), [], 0
+        rW, column_sums, first = cute.recast_tensor(rX, Uint32), [], 0
         for w in range(self.vector // 2):
-            found += activations.sums([rW[w, i] for i in range(self.rows)])
+            column_sums += activations.sums([rW[w, i] for i in range(self.rows)])
         for bit in range(self.column_sharers.bit_length() - 1):
-            half, upper = len(found) // 2, lane.down >> bit & 1
+            half, upper = len(column_sums) // 2, lane.down >> bit & 1
             kept = []
-            for low, high in zip(found[:half], found[half:], strict=True):
+            for low, high in zip(column_sums[:half], column_sums[half:], strict=True):
                 mine, theirs = select(upper != 0, high, low), select(upper != 0, low, high)
                 other = cute.arch.shuffle_sync_bfly(theirs, offset=self.lanes << bit)
                 kept.append(activations.plus(mine, other))
-            found, first = kept, first + upper * half
-        return found, first
+            column_sums, first = kept, first + upper * half
+        return column_sums, first
 
     @cute.jit
     def load_unaligned(self, x, at: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -423,9 +425,9 @@ class Tiled(Kernel):
             rW = cute.recast_tensor(rX, Uint32)
             for i in range_constexpr(self.rows):
                 address = x.toint() + ((top + i) * k + left) * self.itemsize
-                words = load_anywhere(address, 16)
+                vector = load_anywhere(address, 16)
                 for w in range_constexpr(4):
-                    rW[w, i] = words[w]
+                    rW[w, i] = vector[w]
         elif first < m:
             mX = cute.make_tensor(
                 x, cute.make_layout((Int64(batch + 1) * m, k), stride=(Int64(k), 1))
@@ -480,9 +482,9 @@ class Tiled(Kernel):
         to = convert.Conversion(self.dtype, self.formats[0], self.arch)
         for i in range_constexpr(self.rows):
             factor = convert.factor_of(Uint32(rS[i]))
-            made = convert.dequantized([codes[w, i] for w in range(n // 4)], [factor] * n, to)
+            converted = convert.dequantized([codes[w, i] for w in range(n // 4)], [factor] * n, to)
             for w in range_constexpr(n // 2):
-                floats[w, i] = made[w]
+                floats[w, i] = converted[w]
         return rX
 
     @cute.jit
@@ -503,20 +505,20 @@ class Tiled(Kernel):
                     cute.make_rmem_tensor((self.vector, together), convert.INPUT[self.dtype])
                     for _ in range(2)
                 ]
-                place: cutlass.Constexpr = Place(0, first + top, left)
+                corner: cutlass.Constexpr = Place(0, first + top, left)
                 size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
                 for half in range_constexpr(2):
                     if const_expr(self.source.interleaved):
-                        self.load_turns(both[half], arrays["x"], half, size, place)
+                        self.load_turns(both[half], arrays["x"], half, size, corner)
                     else:
-                        self.load_part(both[half], arrays["x"], half, 2, size, place)
+                        self.load_part(both[half], arrays["x"], half, 2, size, corner)
                 rM = self.weights_of(arrays["weights"], first + top, together)
-                gates, ups, made = (cute.recast_tensor(r, Uint32) for r in (*both, rX))
+                gates, ups, results = (cute.recast_tensor(r, Uint32) for r in (*both, rX))
                 for i in range_constexpr(together):
                     if const_expr(self.source.interleaved):
                         activations.part(gates[None, i], ups[None, i])
                     for w in range_constexpr(self.vector * self.itemsize // 4):
-                        made[w, top + i] = activations.gated(
+                        results[w, top + i] = activations.gated(
                             self.source.activation, gates[w, i], ups[w, i], rM[i], self.dtype
                         )
         return rX
@@ -533,14 +535,14 @@ class Tiled(Kernel):
         left = tile_k * self.tile.cols + lane.col
         if (first < blocks_m * BLOCK) & (left < k):
             size: cutlass.Constexpr = Extents(blocks_m * BLOCK, k)
-            place: cutlass.Constexpr = Place(0, first, left)
-            given = [cute.make_rmem_tensor((self.vector, self.rows), dtype) for _ in range(3)]
+            corner: cutlass.Constexpr = Place(0, first, left)
+            inputs = [cute.make_rmem_tensor((self.vector, self.rows), dtype) for _ in range(3)]
             for which in range_constexpr(2):
-                self.load_part(given[which], x, which, 2, size, place)
-            self.load_part(given[2], dy, 0, 1, size, place)
+                self.load_part(inputs[which], x, which, 2, size, corner)
+            self.load_part(inputs[2], dy, 0, 1, size, corner)
             rM = self.weights_of(weights, first, self.rows)
             gates, ups, dys, made_gates, made_ups = (
-                cute.recast_tensor(r, Uint32) for r in (*given, *patches)
+                cute.recast_tensor(r, Uint32) for r in (*inputs, *patches)
             )
             for i in range_constexpr(self.rows):
                 for w in range_constexpr(self.vector // 2):
@@ -565,22 +567,22 @@ class Tiled(Kernel):
         if (first < blocks_m * BLOCK) & (left < k):
             for top in range_constexpr(0, self.rows, together):
                 both = cute.make_rmem_tensor((self.vector, together), dtype)
-                own = cute.make_rmem_tensor((self.vector // 2, together), dtype)
+                rDY = cute.make_rmem_tensor((self.vector // 2, together), dtype)
                 rows = blocks_m * BLOCK
                 size: cutlass.Constexpr = Extents(rows, k)
                 half: cutlass.Constexpr = Extents(rows, k // 2)
                 self.load_part(both, x, 0, 1, size, Place(0, first + top, left))
-                self.load_part(own, dy, 0, 1, half, Place(0, first + top, left // 2))
+                self.load_part(rDY, dy, 0, 1, half, Place(0, first + top, left // 2))
                 rM = self.weights_of(weights, first + top, together)
-                words, dys, made = (cute.recast_tensor(r, Uint32) for r in (both, own, rX))
+                turns, dys, results = (cute.recast_tensor(r, Uint32) for r in (both, rDY, rX))
                 for i in range_constexpr(together):
                     for w in range_constexpr(self.vector // 4):
-                        pair = activations.turned(words[2 * w, i], words[2 * w + 1, i])
-                        found = activations.gradients(
+                        pair = activations.turned(turns[2 * w, i], turns[2 * w + 1, i])
+                        gradients = activations.gradients(
                             self.source.activation, *pair, rM[i], dys[w, i]
                         )
-                        pair = activations.turned(*found)
-                        made[2 * w, top + i], made[2 * w + 1, top + i] = pair
+                        pair = activations.turned(*gradients)
+                        results[2 * w, top + i], results[2 * w + 1, top + i] = pair
         return rX
 
     @cute.jit
@@ -630,9 +632,9 @@ class Tiled(Kernel):
                 number = numbers_of(rows, i, inside, 1, 4)[0]
                 if Uint32(number) < Uint32(size.rows):
                     start = (Int64(number) * size.cols + left) * self.itemsize
-                    words = load_anywhere(x.toint() + start, 16)
+                    vector = load_anywhere(x.toint() + start, 16)
                     for w in range_constexpr(4):
-                        rW[w, i] = words[w]
+                        rW[w, i] = vector[w]
         else:
             mX = cute.make_tensor(x, cute.make_layout(tuple(size), stride=(Int64(size.cols), 1)))
             for i in range_constexpr(self.rows):
@@ -647,28 +649,28 @@ class Tiled(Kernel):
         return words_of(rX[None, i], w, self.dtype)
 
     # ---- scales ---
-    def exchange(self, words: list, sharers: int, stride: int, index):
+    def exchange(self, magnitudes: list, sharers: int, stride: int, index):
         """The largest magnitudes of two blocks, of this lane's share, as float32 bits.
 
         Args:
-          words: this lane's own magnitudes, two blocks a word (float32: one).
+          magnitudes: this lane's own, two blocks a word (float32: one).
           sharers: how many lanes hold parts of these blocks.
           stride: how many lanes apart they are.
           index: the number of this lane among them; it gets blocks 2 * index and 2 * index + 1.
         """
         while sharers > 1:
             sharers //= 2
-            half = len(words) // 2
+            half = len(magnitudes) // 2
             upper = (index & sharers) != 0
             kept = []
-            for low, high in zip(words[:half], words[half:], strict=True):
+            for low, high in zip(magnitudes[:half], magnitudes[half:], strict=True):
                 mine, theirs = select(upper, high, low), select(upper, low, high)
                 other = cute.arch.shuffle_sync_bfly(theirs, offset=sharers * stride)
                 kept.append(convert.larger_magnitude(mine, other, self.dtype, self.arch))
-            words = kept
+            magnitudes = kept
         if self.itemsize == 4:
-            return [convert.magnitude_bits(word, 0, self.dtype) for word in words]
-        return [convert.magnitude_bits(words[0], e, self.dtype) for e in range(2)]
+            return [convert.magnitude_bits(word, 0, self.dtype) for word in magnitudes]
+        return [convert.magnitude_bits(magnitudes[0], e, self.dtype) for e in range(2)]
 
     def gather(self, inverses: list, sharers: int, stride: int, index) -> list:
         """The sharers' pairs of factors, the pair of blocks 2 * i and 2 * i + 1 as the i-th."""
@@ -681,11 +683,11 @@ class Tiled(Kernel):
 
         They are the factors of elements; if the kernel gives floats, the factors of codes follow.
         """
-        found = self.gather([inverse for _, inverse in both], sharers, stride, index)
+        factors = self.gather([inverse for _, inverse in both], sharers, stride, index)
         if not result.dequantized:
-            return found
+            return factors
         back = [convert.float_to_bits(convert.factor_of(scale)) for scale, _ in both]
-        return found + self.gather(back, sharers, stride, index)
+        return factors + self.gather(back, sharers, stride, index)
 
     def largest(self, words: list):
         """The word of larger magnitudes, element by element."""
@@ -824,7 +826,7 @@ class Tiled(Kernel):
           beyond: the data for amaxes.
           size: the numbers of rows and columns of amaxes in a slab.
         """
-        found = []
+        amaxes = []
         for e in range_constexpr(2):
             r, c = row + e * apart[0], col + e * apart[1]
             rA = cute.make_rmem_tensor(1, Uint32)
@@ -837,8 +839,8 @@ class Tiled(Kernel):
                     where = Int64(beyond.at.batch) * beyond.count + cutlass.min(r, beyond.count - 1)
                     where = where * size.cols + c
                 rA[0] = cute.make_tensor(beyond.amaxes + where, cute.make_layout(1))[0]
-            found.append(rA[0])
-        return found
+            amaxes.append(rA[0])
+        return amaxes
 
     def put(self, sS, result: Output, row, col, scale) -> None:
         """Stages a scale of x's rows and columns, or blocks of them."""
@@ -863,17 +865,17 @@ class Tiled(Kernel):
             index = lane.across % self.row_sharers
             amaxes = [self.amax_of_square(rX)] * 2
         else:
-            words = [
+            magnitudes = [
                 self.largest([w for j in range(self.vector // 2) for w in self.pair(rX, j, i)])
                 for i in range(self.rows)
             ]
             if const_expr(self.itemsize == 2):
-                words = [
-                    convert.amaxes_of_two(words[i], words[i + 1], self.dtype, self.arch)
-                    for i in range(0, len(words), 2)
+                magnitudes = [
+                    convert.amaxes_of_two(magnitudes[i], magnitudes[i + 1], self.dtype, self.arch)
+                    for i in range(0, len(magnitudes), 2)
                 ]
             index = lane.across % self.row_sharers
-            amaxes = self.exchange(words, self.row_sharers, 1, index)
+            amaxes = self.exchange(magnitudes, self.row_sharers, 1, index)
         if const_expr(beyond.shared is not None):
             line: cutlass.Constexpr = lane.row + 2 * index
             self.show(amaxes, lane.col // BLOCK, line, beyond, result)
@@ -922,8 +924,8 @@ class Tiled(Kernel):
             [w for j in range(self.vector // 2) for w in self.pair(rX, j, i)]
             for i in range(self.rows)
         ]
-        words = [self.largest(list(column)) for column in zip(*by_row, strict=True)]
-        return self.exchange(words, self.column_sharers, self.lanes, lane.down)
+        magnitudes = [self.largest(list(column)) for column in zip(*by_row, strict=True)]
+        return self.exchange(magnitudes, self.column_sharers, self.lanes, lane.down)
 
     @cute.jit
     def scale_square(
@@ -972,10 +974,10 @@ class Tiled(Kernel):
         per = result.packed[0]
         rows = [self.scaled_row(rX, inverses, result, per * i + r) for r in range(per)]
         if per == 1:
-            words = convert.pack_along(rows[0], self.conversion(result.format))
+            packed = convert.pack_along(rows[0], self.conversion(result.format))
         else:
-            words = convert.pack_down(*rows, self.conversion(result.format))
-        return bytes_of(words, self.vector // result.packed[1])
+            packed = convert.pack_down(*rows, self.conversion(result.format))
+        return bytes_of(packed, self.vector // result.packed[1])
 
     @cute.jit
     def store(
@@ -997,22 +999,22 @@ class Tiled(Kernel):
 
     @cute.jit
     def store_dequantized(
-        self, rX, given, result: cutlass.Constexpr, floats, at: cutlass.Constexpr,
+        self, rX, factors, result: cutlass.Constexpr, floats, at: cutlass.Constexpr,
         lane: cutlass.Constexpr,
     ):  # fmt: skip
-        """Stores dequantized codes in the order of x; `given` is a result of `shared`."""
+        """Stores dequantized codes in the order of x; `factors` is a result of `shared`."""
         batch, _, _, blocks_m, k = at
         m = blocks_m * BLOCK
         first, left, begin = self.corner(at, lane)
-        half: cutlass.Constexpr = len(given) // 2
+        half: cutlass.Constexpr = len(factors) // 2
         to: cutlass.Constexpr = self.conversion(result.format)
         if (first < m) & (left < k):
             for i in range_constexpr(self.rows):
-                pairs = self.scaled_row(rX, given[:half], result, i)
-                back = [self.factors(given[half:], result, w, i) for w in range(self.vector // 2)]
+                pairs = self.scaled_row(rX, factors[:half], result, i)
+                back = [self.factors(factors[half:], result, w, i) for w in range(self.vector // 2)]
                 row = fragment(convert.through_codes(pairs, back, to), self.dtype)
-                place = (Int64(batch) * m + first + i) * (k * self.parts) + begin
-                self.store_row(row, floats + place, left, k)
+                offset = (Int64(batch) * m + first + i) * (k * self.parts) + begin
+                self.store_row(row, floats + offset, left, k)
 
     @cute.jit
     def stage(self, sV, rX, inverses, result: cutlass.Constexpr, lane: cutlass.Constexpr):
@@ -1071,8 +1073,8 @@ class Tiled(Kernel):
                 pairs.append(self.scaled_pair(self.pair(rX, w, i), factors, result.format))
             below = convert.pack_below(pairs, self.conversion(result.format))
             for c in range_constexpr(2):
-                words = convert.pack_column(below, c, self.conversion(result.format))
-                rV = bytes_of(words, rows)
+                codes = convert.pack_column(below, c, self.conversion(result.format))
+                rV = bytes_of(codes, rows)
                 cute.autovec_copy(rV, chunks[col + c, chunk, byte % 16 // rows, None])
 
     @cute.jit
@@ -1082,9 +1084,9 @@ class Tiled(Kernel):
         H200, (8, 7168, 7168), 2026-11-21: square blocks in MXFP4 365 us if lanes write their 4
         bytes a row to memory, 245 us so.
         """
-        beside: cutlass.Constexpr = result.packed[1]
+        across: cutlass.Constexpr = result.packed[1]
         lines: cutlass.Constexpr = self.lines(result)
-        n: cutlass.Constexpr = self.vector // beside
+        n: cutlass.Constexpr = self.vector // across
         rows = cute.make_tensor(
             sV,
             cute.make_layout(
@@ -1094,7 +1096,7 @@ class Tiled(Kernel):
         for i in range_constexpr(self.rows):
             row = lane.row + i
             rV = self.quantized_row(rX, inverses, result, i)
-            byte = lane.col // beside
+            byte = lane.col // across
             chunk = (byte // 16) ^ lines.key(row)
             cute.autovec_copy(rV, rows[row, chunk, byte % 16 // n, None])
 
@@ -1129,13 +1131,13 @@ class Tiled(Kernel):
             tile_r, tile_c, rows = tile_c, tile_r, k
             cols = blocks_m * (BLOCK // result.format.codes_per_byte)
         lines: cutlass.Constexpr = self.lines(result)
-        each: cutlass.Constexpr = lines.size // 16  # chunks
+        chunks_per_line: cutlass.Constexpr = lines.size // 16
         chunks = cute.make_tensor(
-            sV, cute.make_layout((lines.count, each, 16), stride=(lines.size, 16, 1))
+            sV, cute.make_layout((lines.count, chunks_per_line, 16), stride=(lines.size, 16, 1))
         )
-        apart: cutlass.Constexpr = self.tile.threads // each  # lines of a step
+        apart: cutlass.Constexpr = self.tile.threads // chunks_per_line  # lines of a step
         steps: cutlass.Constexpr = lines.count // apart
-        chunk, line = tid % each, tid // each
+        chunk, line = tid % chunks_per_line, tid // chunks_per_line
         rV = cute.make_rmem_tensor((16, steps), Uint8)
         for step in range_constexpr(steps):  # all before the first store, or each would wait
             at_step = line + step * apart
@@ -1174,10 +1176,10 @@ class Tiled(Kernel):
         to: cutlass.Constexpr = Tile(batch, tile_r, tile_c, rows, cols)
         if const_expr(self.is_turned(result)):
             to: cutlass.Constexpr = Tile(batch, tile_c, tile_r, cols, rows)
-        beside: cutlass.Constexpr = sS.shape[0]
+        width: cutlass.Constexpr = sS.shape[0]
         if const_expr(not self.is_turned(result)):
-            beside: cutlass.Constexpr = beside // self.parts
-        unit: cutlass.Constexpr = min(4, beside) if self.layout.column_stride == 1 else 1
+            width: cutlass.Constexpr = width // self.parts
+        unit: cutlass.Constexpr = min(4, width) if self.layout.column_stride == 1 else 1
         whole = cutlass.Boolean(True)
         if const_expr(not self.aligned):
             whole = whole & (scales.toint() % unit == 0)
@@ -1200,28 +1202,29 @@ class Tiled(Kernel):
         """
         batch, tile_r, tile_c, rows, cols = to
         in_col, in_row = sS.shape
-        each: cutlass.Constexpr = in_col // unit  # of a row
-        total: cutlass.Constexpr = in_row * each
+        per_row: cutlass.Constexpr = in_col // unit
+        total: cutlass.Constexpr = in_row * per_row
         steps: cutlass.Constexpr = (total + self.tile.threads - 1) // self.tile.threads
         # A loop, as unrolled it takes both_transposed in MXFP4 from 64 registers to 72 (318 us to
         # 346, H200, (8, 7168, 7168)).
         for step in cutlass.range(steps, unroll=1):
             index = step * self.tile.threads + thread
-            row, col = tile_r * in_row + index // each, tile_c * in_col + index % each * unit
+            row = tile_r * in_row + index // per_row
+            col = tile_c * in_col + index % per_row * unit
             if const_expr(self.layout.is_tiled):
                 at = Place(batch, row, col)
-                at, size = self.in_tiles(result, to, sS, at, (index, each, unit))
+                at, size = self.in_tiles(result, to, sS, at, (index, per_row, unit))
                 offset, inside = offset_in_tiles(self.layout, at, size)
             else:
                 offset = (Int64(batch) * rows + row) * cols + col
                 inside = (row < rows) & (col < cols)
                 if const_expr(self.parts > 1 and self.is_turned(result)):
-                    within, at_row = self.among(tile_r, index // each, in_row, rows)
+                    within, at_row = self.among(tile_r, index // per_row, in_row, rows)
                     offset = Int64(at_row) * cols + col
                     inside = (within < rows) & (col < cols)
                 elif const_expr(self.parts > 1):
-                    place = index % each * unit
-                    within, at_col = self.among(tile_c, place, in_col, cols)
+                    tile_col = index % per_row * unit
+                    within, at_col = self.among(tile_c, tile_col, in_col, cols)
                     offset = Int64(row) * (cols * self.parts) + at_col
                     inside = (row < rows) & (within < cols)
             if (index < total) & inside:
@@ -1253,11 +1256,11 @@ class Tiled(Kernel):
         size, parts, pads = Extents(to.rows, to.cols), self.parts, self.layout.pad
         if parts == 1:
             return at, size
-        (in_col, in_row), (index, each, unit) = sS.shape, piece
+        (in_col, in_row), (index, per_row, unit) = sS.shape, piece
         if self.is_turned(result):
-            row = self.among_parts(to.row, index // each, in_row, to.rows, pads[0])
+            row = self.among_parts(to.row, index // per_row, in_row, to.rows, pads[0])
             return at._replace(row=row), size._replace(rows=to.rows * parts)
-        col = self.among_parts(to.col, index % each * unit, in_col, to.cols, pads[1])
+        col = self.among_parts(to.col, index % per_row * unit, in_col, to.cols, pads[1])
         return at._replace(col=col), size._replace(cols=to.cols * parts)
 
     def among_parts(self, tile, place, size: int, length, pad: int):

@@ -218,8 +218,8 @@ class WholeRows(WholeBlocks):
     def put(self, arrays, number: Int64, rX, inverse):
         """Stores the codes of a vector."""
         n: cutlass.Constexpr = self.elements
-        words = cute.recast_tensor(rX, Uint32)
-        packed = self.codes([words[w] for w in range(WORDS)], inverse, self.formats[0])
+        registers = cute.recast_tensor(rX, Uint32)
+        packed = self.codes([registers[w] for w in range(WORDS)], inverse, self.formats[0])
         to = vector_at(arrays["codes_0"] + number * n, Uint8, n if self.aligned else 1, n)
         cute.autovec_copy(bytes_of(packed, n), to)
 

@@ -201,12 +201,12 @@ def poison(pairs: list[Uint32], which: list[int]) -> Uint32:
 
 def products(x: list[Float32], factors: list[Float32]) -> list[Float32]:
     """Pairs of elements, neighbours in registers, times their factors: an instruction each."""
-    found = []
+    scaled = []
     for i in range(0, len(x), 2):
         two, by = (fx.Vector.from_elements(v[i : i + 2], Float32) for v in (x, factors))
         product = two * by
-        found += [product[0], product[1]]
-    return found
+        scaled += [product[0], product[1]]
+    return scaled
 
 
 def pack_word(scaled: Sequence[Float32], poison: Uint32, format: Format, arch: str) -> Uint32:
@@ -315,10 +315,11 @@ def _pack_nibbles_as_integers(x: Sequence[Float32], format: Format) -> Uint32:
 
 def line(a, slope: float, offset: float):
     """slope * a + offset, of two float32 at once."""
-    kind = fx.Vector.make_type(2, Float32)
+    vector_type = fx.Vector.make_type(2, Float32)
     constants = [fx.Vector.from_elements([Float32(c)] * 2, Float32) for c in (slope, offset)]
     values = [vector.ir_value() for vector in (a, *constants)]
-    return fx.Vector(llvm.call_intrinsic(kind, "llvm.fma.v2f32", values, [], []), dtype=Float32)
+    sums = llvm.call_intrinsic(vector_type, "llvm.fma.v2f32", values, [], [])
+    return fx.Vector(sums, dtype=Float32)
 
 
 # ---- dequantize ---
@@ -336,8 +337,8 @@ def poison_of(scale: Uint32) -> Uint32:
 def poison_of_four(scales: Uint32) -> Uint32:
     """For `unpack_four`: of the scales of four codes."""
     # Adding 1 carries into the top bit of the bytes that end in seven ones.
-    found = ((scales & Uint32(~_SIGNS & 0xFFFFFFFF)) + Uint32(_ONES)) & scales & Uint32(_SIGNS)
-    return found - (found >> 7)
+    nans = ((scales & Uint32(~_SIGNS & 0xFFFFFFFF)) + Uint32(_ONES)) & scales & Uint32(_SIGNS)
+    return nans - (nans >> 7)
 
 
 def separated(word: Uint32) -> tuple[Uint32, Uint32]:
@@ -384,18 +385,18 @@ def unpack_four(
         nans = (word & Uint32(~_SIGNS & 0xFFFFFFFF)) | poison
         nans = nans + Uint32((0x80 - first_nan) * _ONES)
     signs = [(8, 10), (9, 11)]  # for `bytes_of`: of these bytes in pairs, in (nans, nans << 8)
-    found = []
+    floats_of_codes = []
     for two, (low, high) in zip((floats[:2], floats[2:]), signs, strict=True):
         if dtype == "float32":
-            words = [value.bitcast(Uint32) for value in two]
+            packed = [value.bitcast(Uint32) for value in two]
             masks = [bytes_of(nans, nans << 8, *[sign] * 4) for sign in (low, high)]
             quiet = Uint32(0x7FFFFFFF)
         else:
-            words = [_round_two(*two, dtype, arch)]
+            packed = [_round_two(*two, dtype, arch)]
             masks = [bytes_of(nans, nans << 8, low, low, high, high)]
             quiet = Uint32(0x7FFF7FFF)
-        found += [where(m, quiet, w) for w, m in zip(words, masks, strict=True)]
-    return found
+        floats_of_codes += [where(m, quiet, w) for w, m in zip(packed, masks, strict=True)]
+    return floats_of_codes
 
 
 def factor_back(inverse: Float32) -> Float32:
@@ -424,10 +425,10 @@ def through_codes(
     ]
     if format.bits == 4:
         codes = [four for word in codes for four in in_order(word)]
-    words = []
+    floats = []
     for i, (word, poison) in enumerate(zip(codes, poisons, strict=True)):
-        words += unpack_four(word, factors[4 * i : 4 * i + 4], poison, format, dtype, arch)
-    return words
+        floats += unpack_four(word, factors[4 * i : 4 * i + 4], poison, format, dtype, arch)
+    return floats
 
 
 def round_two(low: Float32, high: Float32, arch: str, dtype: str = "bfloat16") -> Uint32:
@@ -443,8 +444,8 @@ def round_two(low: Float32, high: Float32, arch: str, dtype: str = "bfloat16") -
 def _round_two(low: Float32, high: Float32, dtype: str, arch: str) -> Uint32:
     """Two 16-bit floats in a word, rounded to nearest even; of a NaN anything."""
     if dtype == "float16" or arch == "gfx950":
-        kind = fx.Float16 if dtype == "float16" else fx.BFloat16
-        return fx.Vector.from_elements([low.to(kind), high.to(kind)], kind).bitcast(Uint32)[0]
+        half = fx.Float16 if dtype == "float16" else fx.BFloat16
+        return fx.Vector.from_elements([low.to(half), high.to(half)], half).bitcast(Uint32)[0]
     bits = [value.bitcast(Uint32) for value in (low, high)]
     rounded = [b + Uint32(0x7FFF) + (b >> 16 & Uint32(1)) for b in bits]
     return pair(*rounded)

@@ -66,24 +66,24 @@ class Dequantize(Kernel):
             part = part + s % 2 * 4
         return part * self.each
 
-    def exchanged(self, words: list, lane) -> list[list]:
+    def exchanged(self, codes: list, lane) -> list[list]:
         """The words of codes that a lane writes each time, from four lanes: `down` rows' words."""
         if self.n == 8:  # of half a word each: those that are written together, in one
-            words = [
-                convert.bytes_of(words[2 + i // 2], words[i // 2], *half)
+            codes = [
+                convert.bytes_of(codes[2 + i // 2], codes[i // 2], *half)
                 for i, half in enumerate(((0, 1, 4, 5), (2, 3, 6, 7)) * 2)
             ]
         if self.n > 2:
-            found = [[word] for word in exchange([[word] for word in words], lane)]
+            parts = [[word] for word in exchange([[word] for word in codes], lane)]
         else:
-            found = shared_by_four((words[:2], words[2:]), lane)
+            parts = shared_by_four((codes[:2], codes[2:]), lane)
         if self.down > 1:
-            return [[*zip(*map(convert.separated, words), strict=True)] for words in found]
+            return [[*zip(*map(convert.separated, row), strict=True)] for row in parts]
         if self.beside > 1:
-            found = [convert.in_order(word) for (word,) in found]
+            parts = [convert.in_order(word) for (word,) in parts]
         if self.n == 8:
-            found = [[word] for words in found for word in words]
-        return [[words] for words in found]
+            parts = [[word] for row in parts for word in row]
+        return [[row] for row in parts]
 
     def floats(self, codes: list, factors: list, poisons: list) -> list:
         """The words of codes, by four their factors and their poison."""
@@ -97,17 +97,17 @@ class Dequantize(Kernel):
 
     def one_scale(self, byte) -> tuple[list, list]:
         """Factors and poisons of codes that share a scale."""
-        words = self.each // 4
-        return [[convert.factor_of(byte)] * 4] * words, [convert.poison_of(byte)] * words
+        count = self.each // 4
+        return [[convert.factor_of(byte)] * 4] * count, [convert.poison_of(byte)] * count
 
     def store_floats(self, y, where, words: list) -> None:
         """Stores 16 bytes at an offset, in the pieces that the alignment allows."""
         if self.aligned:
             store_words(y, where, words, 16)
             return
-        kind = Uint16 if self.itemsize == 2 else Uint32
-        pieces = fx.Vector.from_elements(words, Uint32).bitcast(kind)
-        to = pointer(y, where, kind, self.itemsize)
+        dtype = Uint16 if self.itemsize == 2 else Uint32
+        pieces = fx.Vector.from_elements(words, Uint32).bitcast(dtype)
+        to = pointer(y, where, dtype, self.itemsize)
         for i in range(self.each):
             fx.generic_store(to + Int32(i), pieces[i])
 
@@ -139,19 +139,19 @@ class Flat(Dequantize):
         bytes_: fx.Constexpr = BLOCK // self.beside  # of a block
         # Four lanes have neighbours of one row.
         row, col = strip.find(first + lane // 4 * 4)
-        words = []
+        loaded = []
         for c in range_constexpr(self.chunks):
             block, _, _ = strip.next_to(row, col, lane % 4 // sharers + four * c)
             where = block * bytes_ + as_int64(lane % sharers * BYTES)
-            words.append(load_words(values + strip.block * bytes_, where, 4, self.align[0]))
+            loaded.append(load_words(values + strip.block * bytes_, where, 4, self.align[0]))
         places = [strip.next_to(row, col, b) for b in range_constexpr(4)]
-        found = [load_byte(scales + (strip.offset + as_int64(place[1]))) for place in places]
+        scale_bytes = [load_byte(scales + (strip.offset + as_int64(block[1]))) for block in places]
         for c in range_constexpr(self.chunks):
-            codes = self.exchanged(words[c], lane)
+            codes = self.exchanged(loaded[c], lane)
             for s in range_constexpr(n):
                 number = four * c + four * s // n
                 block, _, inside = places[number]
-                floats = self.floats(codes[s][0], *self.one_scale(found[number]))
+                floats = self.floats(codes[s][0], *self.one_scale(scale_bytes[number]))
                 in_block = self.lender(lane, s) % sharers * self.codes + self.start(lane, s)
                 where = (block * BLOCK + as_int64(in_block)) * size
                 if inside:
@@ -194,18 +194,18 @@ class Tiled(Dequantize):
         row, col = self.patch(lane, wave, *self.packed)
         line, byte = self.patch(lane, wave, self.down, self.beside)  # as floats lie
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
-        words = self.load(values, at, row, col)
+        loaded = self.load(values, at, row, col)
         self.load_scales(scales, shared.scales, at)
         if const_expr(self.is_transposed):
-            self.stage_transposed(words, shared.values, row, col)
+            self.stage_transposed(loaded, shared.values, row, col)
         gpu.barrier()
         if const_expr(self.is_transposed):
-            words = self.transposed(shared.values, line, byte)
-        self.store(y, words, shared.scales, at, wave, line * self.down)
+            loaded = self.transposed(shared.values, line, byte)
+        self.store(y, loaded, shared.scales, at, wave, line * self.down)
 
-    def patch(self, lane, wave, down: int, beside: int) -> tuple:
+    def patch(self, lane, wave, down: int, across: int) -> tuple:
         """The first row and column of this lane's bytes in the tile."""
-        lanes = TILE // beside // BYTES  # across a wave
+        lanes = TILE // across // BYTES  # across a wave
         return wave * (BLOCK // down) + lane // lanes * self.depth, lane % lanes * BYTES
 
     def shared(self):
@@ -232,17 +232,17 @@ class Tiled(Dequantize):
         """Words [row][word] of this lane's bytes; beyond the array, of what is there."""
         batch, *tile = at
         (tile_r, tile_c), (rows, cols) = self.as_codes(tile[:2]), self.as_codes(tile[2:])
-        down, beside = self.packed
-        rows, cols = rows // down, cols // beside
-        row, col = tile_r * (TILE // down) + row, tile_c * (TILE // beside) + col
+        down, across = self.packed
+        rows, cols = rows // down, cols // across
+        row, col = tile_r * (TILE // down) + row, tile_c * (TILE // across) + col
         origin = as_int64(batch) * as_int64(rows) * as_int64(cols)
-        found = []
+        rows_of_words = []
         for i in range(self.depth):
             if self.aligned:
                 inside = (row + i < rows) & (col < cols)
                 where = as_int64(row + i) * as_int64(cols) + as_int64(col)
                 where = origin + inside.select(where, Int64(0))
-                found.append(load_words(values, where, 4, 16))
+                rows_of_words.append(load_words(values, where, 4, 16))
             else:
                 near = (row + i < rows).select(row + i, rows - 1)
                 start = origin + as_int64(near) * as_int64(cols)
@@ -250,8 +250,8 @@ class Tiled(Dequantize):
                 for j in range(BYTES):
                     near = (col + j < cols).select(col + j, cols - 1)
                     codes.append(start + as_int64(near))
-                found.append(load_bytes(values, codes))
-        return found
+                rows_of_words.append(load_bytes(values, codes))
+        return rows_of_words
 
     @flyc.jit
     def load_scales(self, scales, staged, at: Tile):
@@ -328,24 +328,24 @@ class Tiled(Dequantize):
         """
         chunks = TILE // BYTES
         lanes = chunks // self.packed[1]  # across
-        found = []
+        starts = []
         for i in range(self.beside):
             chunk, start = byte // BYTES, line // self.beside * TILE
             if i:
                 chunk = chunk + i * (chunks // self.beside)
             chunk = chunk ^ (line // BYTES * (chunks // lanes) % chunks)
-            found.append(start + chunk * BYTES + byte % BYTES)
-        return found
+            starts.append(start + chunk * BYTES + byte % BYTES)
+        return starts
 
     def transposed(self, shared, row, col) -> list:
         """The bytes of this lane in the transposed tile."""
-        starts, found = self.line_starts(row, col), []
+        starts, lines = self.line_starts(row, col), []
         for i in range(self.depth):
             start = Int32(starts[i % self.beside] + i // self.beside * TILE)
             at = shared_pointer(shared, start, Uint32, 16)
             vector = fx.generic_load(at, dtype=Uint32, count=4)
-            found.append([vector[w] for w in range(4)])
-        return found
+            lines.append([vector[w] for w in range(4)])
+        return lines
 
     # ---- what is written ---
     @flyc.jit
@@ -377,9 +377,9 @@ class Tiled(Dequantize):
                         if (tile_h * TILE + row + j < high) & (left < wide):
                             self.store_floats(y, where * self.itemsize, floats)
                     else:
-                        kind = Uint16 if const_expr(self.itemsize == 2) else Uint32
-                        pieces = fx.Vector.from_elements(floats, Uint32).bitcast(kind)
-                        to = pointer(y, where * self.itemsize, kind, self.itemsize)
+                        dtype = Uint16 if const_expr(self.itemsize == 2) else Uint32
+                        pieces = fx.Vector.from_elements(floats, Uint32).bitcast(dtype)
+                        to = pointer(y, where * self.itemsize, dtype, self.itemsize)
                         for e in range_constexpr(self.each):
                             if (tile_h * TILE + row + j < high) & (left + e < wide):
                                 fx.generic_store(to + Int32(e), pieces[e])
@@ -393,11 +393,11 @@ class Tiled(Dequantize):
     def column_scales(self, staged, wave, left) -> tuple[list, list]:
         """Factors and poisons of the columns of one write."""
         at = shared_pointer(staged, Int32(wave * TILE + left), Uint32, 4)
-        words = [fx.generic_load(at + Int32(w)) for w in range(self.each // 4)]
+        scales = [fx.generic_load(at + Int32(w)) for w in range(self.each // 4)]
         factors = [
-            [convert.factor_of(word >> 8 * i & Uint32(0xFF)) for i in range(4)] for word in words
+            [convert.factor_of(word >> 8 * i & Uint32(0xFF)) for i in range(4)] for word in scales
         ]
-        return factors, [convert.poison_of_four(word) for word in words]
+        return factors, [convert.poison_of_four(word) for word in scales]
 
 
 def kernel_of(variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):

@@ -71,19 +71,19 @@ class Flat(Kernel):
         lane = convert.lane_id()
         strip = self.strip(sizes)
         first = convert.wave_id() * Uint32(self.chunks * self.per_chunk) + lane // self.sharers
-        words = []
+        chunks = []
         for c in range_constexpr(self.chunks):
             block, _, _ = strip.at(first + Uint32(c * self.apart))
             where = block * (BLOCK * size) + as_int64(lane % self.sharers * 16)
-            words.append(load_words(x + strip.block * (BLOCK * size), where, 4, self.align[0]))
-        self.quantize(words, arrays, scalars, strip, first)
+            chunks.append(load_words(x + strip.block * (BLOCK * size), where, 4, self.align[0]))
+        self.quantize(chunks, arrays, scalars, strip, first)
 
     @flyc.jit
     def quantize(self, words, arrays, scalars, strip, first):
         """Stores the codes and the scales of a lane's rounds, the first of which is at `first`."""
         sizes, lane = scalars[: len(self.extents)], convert.lane_id()
-        given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
-        rounding, tiles = self.rule(given), given["value_tiles"]
+        settings = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
+        rounding, tiles = self.rule(settings), settings["value_tiles"]
         format = self.formats[0]
         amax = [
             largest([convert.magnitudes(w, self.dtype) for w in chunk], self.dtype)
@@ -96,15 +96,15 @@ class Flat(Kernel):
         if const_expr(self.dequantized):
             for c in range_constexpr(self.chunks):
                 floats = self.through_codes(words[c], scale, inverse, c)
-                place = first + Uint32(c * self.apart)
-                self.store_floats(floats, arrays, "dequantized_0", strip, place, lane)
+                slot = first + Uint32(c * self.apart)
+                self.store_floats(floats, arrays, "dequantized_0", strip, slot, lane)
         else:
             self.store(words, (scale, inverse), arrays, sizes, tiles, strip, first)
 
     @flyc.jit
-    def store(self, words, found, arrays, sizes, tiles, strip, first):
-        """Stores codes and scales of a lane's rounds, of which it has `found` one's scale."""
-        (scale, inverse), format, lane = found, self.formats[0], convert.lane_id()
+    def store(self, words, scaling, arrays, sizes, tiles, strip, first):
+        """Stores codes and scales of a lane's rounds; `scaling`: scale and inverse of one."""
+        (scale, inverse), format, lane = scaling, self.formats[0], convert.lane_id()
         values, scales = arrays["codes_0"], arrays["scales_0"]
         mine = lane % self.sharers
         _, offset, inside = strip.at(first + mine * self.apart)
@@ -123,20 +123,20 @@ class Flat(Kernel):
         packed: fx.Constexpr = format.codes_per_byte
         n: fx.Constexpr = self.itemsize * packed  # lanes that 16 bytes of a round come from
         of_block = lane // n % (self.sharers // n) * 16
-        found = [
+        blocks = [
             strip.at(first + (lane % n + Uint32(g * n)) * self.apart)
             for g in range(self.chunks // n)
         ]
         start = strip.block * (BLOCK // packed)
-        offsets = [block * (BLOCK // packed) + as_int64(of_block) for block, _, _ in found]
+        offsets = [block * (BLOCK // packed) + as_int64(of_block) for block, _, _ in blocks]
         if tiles != Uint32(0):
             start = Int64(0)
             cols = sizes[-1]
-            offsets = self.in_tiles([strip.block + b for b, _, _ in found], of_block, cols)
+            offsets = self.in_tiles([strip.block + b for b, _, _ in blocks], of_block, cols)
         for g in range_constexpr(self.chunks // n):
             if self.reaches(strip, first, g * n):
                 codes = self.codes_of(words, inverse, g * n, n, lane)
-                if found[g][2]:
+                if blocks[g][2]:
                     store_words(values + start, offsets[g], codes, self.aligned_to("codes_0"))
 
     def reaches(self, strip, first, c: int):
@@ -164,7 +164,7 @@ class Flat(Kernel):
 
     def through_codes(self, words: list, scale, inverse, c: int) -> list:
         """The floats that the codes of a lane's words of a round stand for."""
-        scale, inverse = (convert.from_group(own, self.sharers, c) for own in (scale, inverse))
+        scale, inverse = (convert.from_group(bits, self.sharers, c) for bits in (scale, inverse))
         elements = [e for word in words for e in convert.elements(word, self.dtype)]
         scaled = convert.products(elements, [inverse.bitcast(fx.Float32)] * len(elements))
         factors, poisons = [convert.factor_of(scale)] * len(elements), [convert.poison_of(scale)]
@@ -238,44 +238,44 @@ class PreprocessedFlat(Flat):
         x, values, scales = arrays["x"], arrays["codes_0"], arrays["scales_0"]
         data = self.block_data(arrays, 0)
         sizes = scalars[: len(self.extents)]
-        given = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
-        rule, tiles, kind = self.rule(given), given["value_tiles"], self.kind(0)
-        prescale = given.get("prescale", Uint32(0))
-        preprocessed.flush_subnormals(kind, prescale)
+        settings = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
+        rule, tiles, mode = self.rule(settings), settings["value_tiles"], self.kind(0)
+        prescale = settings.get("prescale", Uint32(0))
+        preprocessed.flush_subnormals(mode, prescale)
         format, lane, thread = self.formats[0], convert.lane_id(), Uint32(Int32(fx.thread_idx.x))
         strip = Strip(self.layout, self.blocks, sizes)
-        place = strip.find(thread * self.group)
-        mine = [strip.next_to(*place, i) for i in range_constexpr(self.group)]
+        position = strip.find(thread * self.group)
+        mine = [strip.next_to(*position, i) for i in range_constexpr(self.group)]
         blocks, (_, _, inside) = [block for block, _, _ in mine], mine[0]  # which all are or none
         rounds = self.load(x + strip.block * (BLOCK * self.itemsize), blocks[0], lane)
-        loaded = preprocessed.data_of_blocks(kind, data, given, strip.block, blocks)
+        loaded = preprocessed.data_of_blocks(mode, data, settings, strip.block, blocks)
 
-        words = self.exchange(rounds, thread)
-        each = preprocessed.elements(kind, self.dtype, words, loaded, prescale)
-        found = [preprocessed.scale_of(pairs, format, rule, self.arch) for pairs in each]
+        loaded_words = self.exchange(rounds, thread)
+        elements = preprocessed.elements(mode, self.dtype, loaded_words, loaded, prescale)
+        scalings = [preprocessed.scale_of(pairs, format, rule, self.arch) for pairs in elements]
         if const_expr(self.layout.is_tiled):
-            for (_, offset, _), (scale, _) in zip(mine, found, strict=True):
+            for (_, offset, _), (scale, _) in zip(mine, scalings, strict=True):
                 byte = inside.select(scale, Uint32(0))  # padding
                 fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(byte))
         if inside:
             if const_expr(not self.layout.is_tiled):
-                for (_, offset, _), (scale, _) in zip(mine, found, strict=True):
+                for (_, offset, _), (scale, _) in zip(mine, scalings, strict=True):
                     fx.generic_store(scales + (strip.offset + as_int64(offset)), Uint8(scale))
             if const_expr(self.group == 1):
-                (codes,) = self.codes(each, found, loaded)
+                (codes,) = self.codes(elements, scalings, loaded)
                 self.store_codes(values, codes, strip.block, blocks[0], tiles, sizes[-1])
         if const_expr(self.group > 1):  # so that neighbours write side by side
-            parts = shared_by_four(self.codes(each, found, loaded), lane)
+            parts = shared_by_four(self.codes(elements, scalings, loaded), lane)
             for i in range_constexpr(2):
                 block, _, there = strip.at(thread // 4 * 8 + lane % 4 + 4 * i)
                 if there:
                     self.store_codes(values, parts[i], strip.block, block, tiles, sizes[-1])
 
-    def codes(self, each: list, found: list, loaded: list) -> list:
+    def codes(self, elements: list, scalings: list, loaded: list) -> list:
         """The words of the codes of a lane's blocks."""
         return [
-            preprocessed.codes(self.kind(0), pairs, inverse, own, self.formats[0], self.arch)
-            for pairs, (_, inverse), own in zip(each, found, loaded, strict=True)
+            preprocessed.codes(self.kind(0), pairs, inverse, block_data, self.formats[0], self.arch)
+            for pairs, (_, inverse), block_data in zip(elements, scalings, loaded, strict=True)
         ]
 
     @flyc.jit
@@ -304,7 +304,7 @@ class PreprocessedFlat(Flat):
         """The words of each of a lane's blocks."""
         array = fx.Array[Uint8, self.blocks * BLOCK * self.itemsize, 16]
         shared = fx.SharedAllocator().allocate(composite(fx.struct, {"x": array})).peek().x
-        lane, words = thread % Uint32(WAVE), []
+        lane, block_words = thread % Uint32(WAVE), []
         for c, piece in enumerate(rounds):
             owner = thread - lane + lane // self.sharers + Uint32(c * self.per_chunk)
             to = shared_pointer(shared, self.place(owner, lane % self.sharers), Uint32, 16)
@@ -313,9 +313,9 @@ class PreprocessedFlat(Flat):
         for i in range(self.sharers):
             at = shared_pointer(shared, self.place(thread, Uint32(i)), Uint32, 16)
             piece = fx.generic_load(at, dtype=Uint32, count=4)
-            words += [piece[w] for w in range(4)]
-        size = len(words) // self.group
-        return [words[i : i + size] for i in range(0, len(words), size)]
+            block_words += [piece[w] for w in range(4)]
+        size = len(block_words) // self.group
+        return [block_words[i : i + size] for i in range(0, len(block_words), size)]
 
     def place(self, owner, piece) -> Int32:
         """Where 16 bytes of a lane lie: permuted, or all lanes would read from the same banks."""

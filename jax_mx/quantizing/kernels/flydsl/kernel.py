@@ -21,14 +21,14 @@ WAVE = 64  # lanes
 
 def pointer(base, offset, dtype, align: int):
     """Into global memory, `offset` bytes from `base`."""
-    kind = fx.Pointer[dtype, fx.AddressSpace.Global, max(align, dtype.width // 8)]
-    return fx.recast_iter(kind.ir_type, base + offset)
+    pointer_type = fx.Pointer[dtype, fx.AddressSpace.Global, max(align, dtype.width // 8)]
+    return fx.recast_iter(pointer_type.ir_type, base + offset)
 
 
 def shared_pointer(array, offset, dtype=Uint8, align: int = 1):
     """Into a shared array of bytes."""
-    kind = fx.Pointer[dtype, fx.AddressSpace.Shared, align]
-    return fx.recast_iter(kind.ir_type, array.ptr + offset)
+    pointer_type = fx.Pointer[dtype, fx.AddressSpace.Shared, align]
+    return fx.recast_iter(pointer_type.ir_type, array.ptr + offset)
 
 
 def composite(make, fields: dict):
@@ -42,14 +42,14 @@ def load_words(base, offset, count: int, align: int) -> list:
         at = pointer(base, offset, Uint32, align)
         if count == 1:
             return [fx.generic_load(at)]
-        words = fx.generic_load(at, dtype=Uint32, count=count)
+        vector = fx.generic_load(at, dtype=Uint32, count=count)
     else:
         piece = {1: Uint8, 2: Uint16}.get(align, Uint32)
         at, pieces = pointer(base, offset, piece, align), 4 * count // (piece.width // 8)
-        words = fx.Vector.from_elements(
+        vector = fx.Vector.from_elements(
             [fx.generic_load(at + Int32(i)) for i in range(pieces)], piece
         ).bitcast(Uint32)  # which never widens: FlyDSL extends the sign of unsigned loads
-    return [words[i] for i in range(count)]
+    return [vector[i] for i in range(count)]
 
 
 def load_byte(at) -> Uint32:
@@ -62,8 +62,8 @@ def load_byte(at) -> Uint32:
 def load_bytes(base, offsets: list) -> list:
     """Words of the bytes at these offsets, four each."""
     codes = [fx.generic_load(base + offset) for offset in offsets]
-    words = fx.Vector.from_elements(codes, Uint8).bitcast(Uint32)
-    return [words[i] for i in range(len(offsets) // 4)]
+    vector = fx.Vector.from_elements(codes, Uint8).bitcast(Uint32)
+    return [vector[i] for i in range(len(offsets) // 4)]
 
 
 def store_words(base, offset, words: list, align: int) -> None:
@@ -151,25 +151,25 @@ class Strip:
         """
         return self.next_to(*self.find(place), 0)
 
-    def find(self, place) -> tuple:
+    def find(self, position) -> tuple:
         """The row and the column in its tile of a lane's place; without tiles, the column is it."""
         if not self.layout.is_tiled:
-            return Uint32(0), place
+            return Uint32(0), position
         layout, width = self.layout, self.layout.tile[1]
-        place = self.start + place
-        col, rest = place % Uint32(width), place // Uint32(width)
+        position = self.start + position
+        col, rest = position % Uint32(width), position // Uint32(width)
         digits = range(len(layout.row_digits))
         in_order = [i for i in layout.order if i in digits]
-        found = geometry.digits_of(rest, [layout.row_digits[i] for i in in_order], Uint32)
-        in_place = [found[in_order.index(i)] for i in digits]
+        digits_in_order = geometry.digits_of(rest, [layout.row_digits[i] for i in in_order], Uint32)
+        in_place = [digits_in_order[in_order.index(i)] for i in digits]
         return geometry.number_of(in_place, layout.row_digits, Uint32), col
 
     def next_to(self, row, col, number) -> tuple:
         """Gives what `at` gives, for the block `number` columns on in the same row."""
         if not self.layout.is_tiled:
             inside = col + number < Uint32(self.count)
-            place = inside.select(col + number, Uint32(0))
-            return as_int64(place), place, inside
+            index = inside.select(col + number, Uint32(0))
+            return as_int64(index), index, inside
         inside = (self.top + row < self.rows) & (self.left + col + number < self.cols)
         block = as_int64(row) * as_int64(self.cols) + as_int64(col) + as_int64(Uint32(number))
         offset = geometry.offset_in_tile(self.layout, row, col + number, Uint32)
@@ -257,11 +257,11 @@ def exchange(parts: list[list], lane, halves: bool = False) -> list:
 
 def shared_by_four(parts: Sequence[list], lane) -> list[list]:
     """Gives each of four neighbours two of their parts: its number's, and the one 4 further on."""
-    odd, found = lane % 2 == Uint32(1), []
+    odd, parts_of_lane = lane % 2 == Uint32(1), []
     for control in (0x50, 0xFA):  # the lanes (0, 0, 1, 1), and (2, 2, 3, 3)
         low, high = ([convert.from_lane(word, control) for word in part] for part in parts)
-        found.append([odd.select(b, a) for a, b in zip(low, high, strict=True)])
-    return found
+        parts_of_lane.append([odd.select(b, a) for a, b in zip(low, high, strict=True)])
+    return parts_of_lane
 
 
 def share_in_wave() -> None:
@@ -289,14 +289,14 @@ def halved(words: list, upper, other, dtype: str) -> list:
     return kept
 
 
-def halved_among(words: list, group: int, dtype: str) -> list:
+def halved_among(magnitudes: list, group: int, dtype: str) -> list:
     """Words of magnitudes shared out among a group of neighbours: lane i gets the i-th part."""
     lane = convert.lane_id()
     for bit in (4, 2, 1)[-(group.bit_length() - 1) :]:
         upper = (lane & Uint32(bit)) != Uint32(0)
         control = convert.EXCHANGE[bit]
-        words = halved(words, upper, lambda w, c=control: convert.from_lane(w, c), dtype)
-    return words
+        magnitudes = halved(magnitudes, upper, lambda w, c=control: convert.from_lane(w, c), dtype)
+    return magnitudes
 
 
 class Kernel(QuantizerEntry):

@@ -42,11 +42,11 @@ def data_of_blocks(
     """
     if not kind.hadamard:
         return [[_word(w, start, block) for w in words] for block in blocks]
-    *seeds, own = words
+    *seeds, flip_words = words
     even = given["flips"]
     flips = (even, given.get("flips_odd", even))
     return [
-        [*(_word(w, start, block) for w in seeds), _flips(own, flips[i], start, block)]
+        [*(_word(w, start, block) for w in seeds), _flips(flip_words, flips[i], start, block)]
         for i, block in enumerate(blocks)
     ]
 
@@ -66,20 +66,20 @@ def _word(words, start, block) -> Uint32:
 
 def elements(kind: Kind, dtype: str, blocks: list, loaded: list, prescale: Uint32) -> list:
     """The pairs of blocks as they are scaled, from their words in memory; of whole groups."""
-    found = []
-    for group, own in zip(_groups(kind, blocks), _groups(kind, loaded), strict=True):
+    pairs = []
+    for group, data in zip(_groups(kind, blocks), _groups(kind, loaded), strict=True):
         if kind.hadamard:
-            group = [_flipped(words, some[-1]) for words, some in zip(group, own, strict=True)]
-        floats = [[e for word in words for e in convert.elements(word, dtype)] for words in group]
-        found += _preprocessed(kind, floats, prescale)
-    return found
+            group = [_flipped(row, some[-1]) for row, some in zip(group, data, strict=True)]
+        floats = [[e for word in row for e in convert.elements(word, dtype)] for row in group]
+        pairs += _preprocessed(kind, floats, prescale)
+    return pairs
 
 
-def elements_of_two(kind: Kind, dtype: str, words: list, loaded: list, prescale: Uint32) -> list:
+def elements_of_two(kind: Kind, dtype: str, columns: list, loaded: list, prescale: Uint32) -> list:
     """`elements` of two blocks of 16 bits, in words that have one of each."""
     if kind.hadamard:
-        words = _flipped_beside(words, *(own[-1] for own in loaded))
-    both = [*zip(*(convert.elements(word, dtype) for word in words), strict=True)]
+        columns = _flipped_beside(columns, *(block_data[-1] for block_data in loaded))
+    both = [*zip(*(convert.elements(word, dtype) for word in columns), strict=True)]
     return [
         pairs for group in _groups(kind, both) for pairs in _preprocessed(kind, group, prescale)
     ]
@@ -137,24 +137,24 @@ def _flipped(words: list, flips: Uint32) -> list:
     """Words of elements, with the signs flipped that the bits of the block's flips say."""
     if len(words) == BLOCK:
         return [w ^ (flips << (31 - i) & Uint32(1 << 31)) for i, w in enumerate(words)]
-    found = []
+    changed = []
     for first in range(0, len(words), 8):
         # Bits of odd elements, 15 places up: as far from those of even ones as their signs are.
         bits = flips >> (2 * first)
         bits = bits & Uint32(0x5555) | (bits & Uint32(0xAAAA)) << 15
         for i, word in enumerate(words[first : first + 8]):
-            found.append(word ^ (bits << (15 - 2 * i) & Uint32(0x80008000)))
-    return found
+            changed.append(word ^ (bits << (15 - 2 * i) & Uint32(0x80008000)))
+    return changed
 
 
 def _flipped_beside(words: list, left: Uint32, right: Uint32) -> list:
     """Words that hold an element of each of two blocks, with the signs flipped as bits say."""
-    found = []
+    changed = []
     for first, half in ((0, (0, 1, 4, 5)), (16, (2, 3, 6, 7))):
         bits = convert.bytes_of(right, left, *half)
         for i, word in enumerate(words[first : first + 16]):
-            found.append(word ^ (bits << (15 - i) & Uint32(0x80008000)))
-    return found
+            changed.append(word ^ (bits << (15 - i) & Uint32(0x80008000)))
+    return changed
 
 
 def _transformed(group: list, size: int) -> list:
@@ -209,9 +209,9 @@ def random_words(values: list[Float32], seed: Uint32, poison: Uint32) -> list[Ui
                 bits = convert.intrinsic("llvm.umax.i32", Uint32, bits, other)
             codes.append((bits << 2) + at_random[i])
     signs = [value.bitcast(Uint32) for value in values]
-    words = [_nibbles(codes[i : i + 8], signs[i : i + 8]) for i in range(0, BLOCK, 8)]
+    packed = [_nibbles(codes[i : i + 8], signs[i : i + 8]) for i in range(0, BLOCK, 8)]
     nan = Uint32(MXFP4_E2M1.nan_code * 0x11111111)
-    return [convert.where(poison, nan, word) for word in words]
+    return [convert.where(poison, nan, word) for word in packed]
 
 
 def _half_mixed(x: Uint32) -> Uint32:

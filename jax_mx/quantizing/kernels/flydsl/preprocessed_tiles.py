@@ -50,12 +50,12 @@ class PreprocessedTiled(Tiled):
         places = [
             [] if self.is_plain(o) else self.places(o, wave, lane) for o in range(len(self.results))
         ]
-        given = [
+        settings = [
             {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
             for o in range(len(self.results))
         ]
         lds = self.quantize_plain(rows, allocator, staged, arrays, scalars, (at, patch))
-        data = self.data(arrays, places, given, at)
+        data = self.data(arrays, places, settings, at)
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(row, Uint32))
@@ -63,26 +63,26 @@ class PreprocessedTiled(Tiled):
             gpu.barrier()
         else:
             share_in_wave()
-        found = []
+        outputs = []
         for o, result in enumerate(self.results):
             if const_expr(self.is_plain(o)):
-                found.append([])
+                outputs.append([])
                 continue
-            preprocessed.flush_subnormals(self.kind(o), given[o].get("prescale", Uint32(0)))
-            found.append(self.quantized(o, x, places[o], given[o], data[o]))
+            preprocessed.flush_subnormals(self.kind(o), settings[o].get("prescale", Uint32(0)))
+            outputs.append(self.quantized(o, x, places[o], settings[o], data[o]))
             if const_expr(result.blocks is Blocks.LAST):
                 # No store passes a change of the mode, so neither does what it depends on.
-                to = Target(arrays[f"codes_{o}"], given[o]["value_tiles"])
-                self.store_rows(o, found[o], places[o], to, at, (wave, lane))
+                to = Target(arrays[f"codes_{o}"], settings[o]["value_tiles"])
+                self.store_rows(o, outputs[o], places[o], to, at, (wave, lane))
         gpu.barrier()
         for o, result in enumerate(self.results):
-            for i, ((row, col), (scale, _)) in enumerate(zip(places[o], found[o], strict=True)):
+            for i, ((row, col), (scale, _)) in enumerate(zip(places[o], outputs[o], strict=True)):
                 which = (row, col // BLOCK)
                 if const_expr(result.blocks is not Blocks.LAST):
                     which = (self.down(o, wave, i), col)
                 self.put(getattr(lds, f"scales_{o}"), result, at, which, scale, (row, col))
         if const_expr(not self.is_plain(-1)):
-            columns = [codes for _, codes in found[-1]]
+            columns = [codes for _, codes in outputs[-1]]
             lines = [self.down(-1, wave, i) for i in range(2)]
             self.stage(lds.values, columns, lines, [col for _, col in places[-1]])
         gpu.barrier()
@@ -104,9 +104,9 @@ class PreprocessedTiled(Tiled):
                 fields = {f"scales_{o}": fx.Array[Uint8, TILE * TILE // BLOCK, 16]}
                 if result.transposed:
                     fields["values"] = fx.Array[Uint8, TILE * TILE, 16]
-                own = allocator.allocate(composite(fx.struct, fields)).peek()
-                lds |= {name: getattr(own, name) for name in fields}
-                self.quantize_patch(self.elements_of(rows), own, o, arrays, scalars, where)
+                plain_staged = allocator.allocate(composite(fx.struct, fields)).peek()
+                lds |= {name: getattr(plain_staged, name) for name in fields}
+                self.quantize_patch(self.elements_of(rows), plain_staged, o, arrays, scalars, where)
         return SimpleNamespace(**lds)
 
     def shared(self):
@@ -140,14 +140,14 @@ class PreprocessedTiled(Tiled):
         """The number of a lane's i-th block among the tile's blocks down a column."""
         return wave // 2 * 2 + i if self.kind(o).blocks > 1 else wave
 
-    def data(self, arrays, places: list, given: list, at: Tile) -> list:
+    def data(self, arrays, places: list, settings: list, at: Tile) -> list:
         """Per result, what `data_of_blocks` gives for a lane's two blocks."""
-        found = []
+        loaded = []
         for o, result in enumerate(self.results):
-            kind, mine = self.kind(o), self.block_data(arrays, o)
-            blocks = (self.number(result, place, at) for place in places[o])
-            found.append(preprocessed.data_of_blocks(kind, mine, given[o], Int64(0), blocks))
-        return found
+            mode, mine = self.kind(o), self.block_data(arrays, o)
+            blocks = (self.number(result, begin, at) for begin in places[o])
+            loaded.append(preprocessed.data_of_blocks(mode, mine, settings[o], Int64(0), blocks))
+        return loaded
 
     def number(self, result: Output, place, at: Tile) -> Int64:
         """The number of the block that begins at a place, for its data; beyond the array, 0."""
@@ -162,44 +162,44 @@ class PreprocessedTiled(Tiled):
             block = block * as_int64(k) + as_int64(col)
         return inside.select(block, Int64(0))
 
-    def quantized(self, o: int, x, places: list, given, data: list) -> list:
+    def quantized(self, o: int, x, places: list, settings, data: list) -> list:
         """(scale, words of codes) of a lane's two blocks, for the o-th result."""
-        kind, result, rule = self.kind(o), self.results[o], self.rule(given)
-        prescale, found = given.get("prescale", Uint32(0)), []
+        mode, result, rule = self.kind(o), self.results[o], self.rule(settings)
+        prescale, outputs = settings.get("prescale", Uint32(0)), []
         if result.blocks is Blocks.LAST:
-            rows = [self.row_of(x, *place) for place in places]
-            blocks = preprocessed.elements(kind, self.dtype, rows, data, prescale)
+            rows = [self.row_of(x, *begin) for begin in places]
+            blocks = preprocessed.elements(mode, self.dtype, rows, data, prescale)
         else:
             columns = self.columns_of(x, places)
-            blocks = preprocessed.elements_of_two(kind, self.dtype, columns, data, prescale)
-        for pairs, own in zip(blocks, data, strict=True):
+            blocks = preprocessed.elements_of_two(mode, self.dtype, columns, data, prescale)
+        for pairs, block_data in zip(blocks, data, strict=True):
             scale, inverse = preprocessed.scale_of(pairs, result.format, rule, self.arch)
-            codes = preprocessed.codes(kind, pairs, inverse, own, result.format, self.arch)
-            found.append((scale, codes))
-        return found
+            codes = preprocessed.codes(mode, pairs, inverse, block_data, result.format, self.arch)
+            outputs.append((scale, codes))
+        return outputs
 
     def row_of(self, x, row, col) -> list:
         """The words of 32 elements of a row."""
-        words = []
+        row_words = []
         for i in range(BLOCK // self.vector):
             at = shared_pointer(x, self.place_of_x(row, col // self.vector + i), Uint32, 16)
             piece = fx.generic_load(at, dtype=Uint32, count=4)
-            words += [piece[w] for w in range(4)]
-        return words
+            row_words += [piece[w] for w in range(4)]
+        return row_words
 
     def columns_of(self, x, places: list) -> list:
         """Words of an element of either block, 32 of them."""
-        words, kind = [], Uint16
+        column_words, dtype = [], Uint16
         if self.kind(-1).blocks == 1:  # neighbours, the first in an even column
-            places, kind = places[:1], Uint32
+            places, dtype = places[:1], Uint32
         for i in range(BLOCK):
             pieces = []
             for row, col in places:
                 chunk, rest = col // self.vector, col % self.vector
                 start = self.place_of_x(row + i, chunk) + Int32(rest * self.itemsize)
-                pieces.append(fx.generic_load(shared_pointer(x, start, kind, kind.width // 8)))
-            words.append(Uint32(fx.Vector.from_elements(pieces, kind).bitcast(Uint32)[0]))
-        return words
+                pieces.append(fx.generic_load(shared_pointer(x, start, dtype, dtype.width // 8)))
+            column_words.append(Uint32(fx.Vector.from_elements(pieces, dtype).bitcast(Uint32)[0]))
+        return column_words
 
     # ---- values ---
     def stage(self, values, columns: list, lines: list, cols: list) -> None:
@@ -232,8 +232,8 @@ class PreprocessedTiled(Tiled):
         if packed == 1:  # a plain result's
             return super().staged(col, chunk, packed)
         odd = col % Uint32(2)
-        place = chunk * TILE + odd * (TILE // 2) + (col // Uint32(2) ^ chunk ^ odd * 4)
-        return place * 16
+        position = chunk * TILE + odd * (TILE // 2) + (col // Uint32(2) ^ chunk ^ odd * 4)
+        return position * 16
 
     def store_staged(self, shared, arrays, scalars, at: Tile, tid) -> None:
         """Stores what is in LDS, rows of bytes of values included."""
@@ -245,22 +245,22 @@ class PreprocessedTiled(Tiled):
             index = tid + step * self.threads
             vector = shared_pointer(shared.values, Int32(index * 16), Uint32, 16)
             vector = fx.generic_load(vector, dtype=Uint32, count=4)
-            line, words = (index // 8, index % 8 * 16), [vector[i] for i in range(4)]
+            line, four = (index // 8, index % 8 * 16), [vector[i] for i in range(4)]
             self.store_bytes(
-                Target(arrays[f"codes_{len(self.results) - 1}"], Uint32(0)), result, at, line, words
+                Target(arrays[f"codes_{len(self.results) - 1}"], Uint32(0)), result, at, line, four
             )
 
-    def store_rows(self, o: int, found: list, places: list, to: Target, at: Tile, who) -> None:
+    def store_rows(self, o: int, outputs: list, places: list, to: Target, at: Tile, who) -> None:
         """Stores the codes of a lane's two blocks along rows; `who`: its wave and its number."""
         wave, lane = who
-        codes = [own for _, own in found]
+        codes = [block_codes for _, block_codes in outputs]
         lines = [(row, col // 2) for row, col in places]
         if self.kind(o).blocks > 1:  # so that neighbours write side by side
             codes = shared_by_four(codes, lane)
             row = wave * BLOCK + lane // 4 * 2
             lines = [(row + i, lane % 4 * 16) for i in range(2)]
-        for line, own in zip(lines, codes, strict=True):
-            self.store_bytes(to, self.results[o], at, line, own)
+        for line, block_codes in zip(lines, codes, strict=True):
+            self.store_bytes(to, self.results[o], at, line, block_codes)
 
     @flyc.jit
     def store_bytes(self, to: Target, result: fx.Constexpr, at: Tile, line, words):
@@ -268,9 +268,9 @@ class PreprocessedTiled(Tiled):
         batch, tile_m, tile_k, m, k = at
         values, tiles = to
         packed: fx.Constexpr = result.packed
-        down, beside = packed
-        high, wide = m // down, k // beside
-        row, byte = tile_m * (TILE // down) + line[0], tile_k * (TILE // beside) + line[1]
+        down, across = packed
+        high, wide = m // down, k // across
+        row, byte = tile_m * (TILE // down) + line[0], tile_k * (TILE // across) + line[1]
         where = as_int64(batch) * as_int64(high) + as_int64(row)
         where = where * as_int64(wide) + as_int64(byte)
         if const_expr(result.blocks is Blocks.LAST):

@@ -127,8 +127,8 @@ class Tiled(Kernel):
         """
         (x, amax), result, (at, patch) = held, self.results[o], where
         staged = None if result.dequantized else getattr(shared, f"scales_{o}")
-        given = {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
-        rounding, tiles = self.rule(given), given["value_tiles"]
+        settings = {name: Uint32(n) for name, n in self.of_result(scalars, o).items()}
+        rounding, tiles = self.rule(settings), settings["value_tiles"]
         find = {Blocks.LAST: self.scale_rows, Blocks.SECOND: self.scale_columns,
                 Blocks.SQUARE: self.scale_square}[result.blocks]  # fmt: skip
         beyond = self.beyond(shared, arrays, o)
@@ -167,8 +167,8 @@ class Tiled(Kernel):
 
     def allocated(self):
         """The LDS of the workgroup; None where nothing waits in it."""
-        kind = self.shared()
-        return None if kind is None else fx.SharedAllocator().allocate(kind).peek()
+        shared_type = self.shared()
+        return None if shared_type is None else fx.SharedAllocator().allocate(shared_type).peek()
 
     def place(self, m, k) -> Tile:
         """A workgroup's tile; neighbours follow each other across."""
@@ -201,15 +201,17 @@ class Tiled(Kernel):
             col = inside.select(col, Uint32(0))
             where = origin + as_int64(row) * stride + as_int64(col) * self.itemsize
             return [load_words(x, where + stride * i, 4, self.align[0]) for i in range(self.rows)]
-        kind = Uint16 if self.itemsize == 2 else Uint32
-        words = [[] for _ in range(self.rows)]
+        dtype = Uint16 if self.itemsize == 2 else Uint32
+        pieces_of_rows = [[] for _ in range(self.rows)]
         start = origin + as_int64(row) * stride
         for j in range(self.vector):
             near = (col + j < k).select(col + j, k - 1)
             for i in range(self.rows):
                 where = start + stride * i + as_int64(near) * self.itemsize
-                words[i].append(fx.generic_load(pointer(x, where, kind, self.itemsize)))
-        vectors = [fx.Vector.from_elements(pieces, kind).bitcast(Uint32) for pieces in words]
+                pieces_of_rows[i].append(fx.generic_load(pointer(x, where, dtype, self.itemsize)))
+        vectors = [
+            fx.Vector.from_elements(pieces, dtype).bitcast(Uint32) for pieces in pieces_of_rows
+        ]
         return [[vector[w] for w in range(4)] for vector in vectors]
 
     @flyc.jit
@@ -238,42 +240,42 @@ class Tiled(Kernel):
                     store_words(floats, start + stride * i, words[i], self.aligned_to(name))
         else:
             for i in range_constexpr(self.rows):
-                each = fx.Vector.from_elements(words[i], Uint32).bitcast(Uint16)
+                pieces = fx.Vector.from_elements(words[i], Uint32).bitcast(Uint16)
                 for j in range_constexpr(self.vector):
                     to = pointer(floats, start + stride * i + Int64(2 * j), Uint16, 2)
                     if (row < m) & (col + j < k):
-                        fx.generic_store(to, each[j])
+                        fx.generic_store(to, pieces[j])
 
     # ---- scales ---
-    def two_scales(self, words: list, result: Output, rounding):
+    def two_scales(self, magnitudes: list, result: Output, rounding):
         """The scales of two blocks, and the pair of their factors."""
-        if len(words) == 1:
-            words = [e.bitcast(Uint32) for e in convert.elements(words[0], self.dtype)]
-        found = [convert.scale_of(w, result.format, self.dtype, rounding) for w in words]
-        pair = convert.pair(*(inverse for _, inverse in found))
-        return [scale for scale, _ in found], pair
+        if len(magnitudes) == 1:
+            magnitudes = [e.bitcast(Uint32) for e in convert.elements(magnitudes[0], self.dtype)]
+        scalings = [convert.scale_of(w, result.format, self.dtype, rounding) for w in magnitudes]
+        pair = convert.pair(*(inverse for _, inverse in scalings))
+        return [scale for scale, _ in scalings], pair
 
     def scale_rows(self, amax, staged, result: Output, rounding, at: Tile, patch: Patch, beyond):
         """Blocks along rows: neighbours across share one. Pairs of factors of rows."""
-        words = [largest(row, self.dtype) for row in amax]
+        amaxes = [largest(row, self.dtype) for row in amax]
         if self.itemsize == 2:
-            words = [
-                convert.amaxes_of_two(words[i], words[i + 1], self.dtype)
+            amaxes = [
+                convert.amaxes_of_two(amaxes[i], amaxes[i + 1], self.dtype)
                 for i in range(0, self.rows, 2)
             ]
-        words = halved_among(words, self.row_sharers, self.dtype)
+        amaxes = halved_among(amaxes, self.row_sharers, self.dtype)
         index = convert.lane_id() % self.row_sharers
         if self.variant.window == ROW:
             first = (at.row * self.high + patch.top + index * 2, at.col * TILE // BLOCK)
             where = [(first[0] + e, first[1] + patch.left // BLOCK) for e in range(2)]
-            words = self.given(beyond, at, where, Extents(at.rows, at.cols // BLOCK))
+            amaxes = self.given(beyond, at, where, Extents(at.rows, at.cols // BLOCK))
         if self.in_window > 1:
-            words = self.of_existing(words, at, patch)
+            amaxes = self.of_existing(amaxes, at, patch)
             for distance in (self.row_sharers, 2 * self.row_sharers):
-                words = [
-                    convert.larger(w, convert.from_row(w, distance), self.dtype) for w in words
+                amaxes = [
+                    convert.larger(w, convert.from_row(w, distance), self.dtype) for w in amaxes
                 ]
-        scales, pair = self.two_scales(words, result, rounding)
+        scales, pair = self.two_scales(amaxes, result, rounding)
         for e, scale in enumerate(scales):
             row = patch.top + index * 2 + e
             where = (row, patch.left // BLOCK)
@@ -285,21 +287,21 @@ class Tiled(Kernel):
     ):  # fmt: skip
         """Blocks down columns: lanes below each other share one. Pairs of factors of columns."""
         lane = convert.lane_id()
-        words = [largest([row[w] for row in amax], self.dtype) for w in range(4)]
+        amaxes = [largest([row[w] for row in amax], self.dtype) for w in range(4)]
         for distance in (32, 16):
             if distance >= self.lanes:
                 upper = (lane & Uint32(distance)) != Uint32(0)
-                words = halved(
-                    words, upper, lambda w, d=distance: convert.from_row(w, d), self.dtype
+                amaxes = halved(
+                    amaxes, upper, lambda w, d=distance: convert.from_row(w, d), self.dtype
                 )
         if self.variant.window == ROW:
             first = at.col * TILE + patch.left + lane // self.lanes * 2
             where = [(at.row * (self.high // BLOCK) + patch.wave, first + e) for e in range(2)]
-            words = self.given(beyond, at, where, Extents(at.rows // BLOCK, at.cols))
+            amaxes = self.given(beyond, at, where, Extents(at.rows // BLOCK, at.cols))
         if self.in_window > 1:
-            words = self.of_existing(words, at, patch)
-            words = self.among_waves(words, beyond, lane, patch)
-        scales, pair = self.two_scales(words, result, rounding)
+            amaxes = self.of_existing(amaxes, at, patch)
+            amaxes = self.among_waves(amaxes, beyond, lane, patch)
+        scales, pair = self.two_scales(amaxes, result, rounding)
         across, down = lane % self.lanes, lane // self.lanes
         for e, scale in enumerate(scales):
             col = patch.left + down * 2 + e
@@ -344,32 +346,32 @@ class Tiled(Kernel):
         there = (row < at.rows) & (col < at.cols)
         return [there.select(word, Uint32(0)) for word in words]
 
-    def among_waves(self, words: list, shared, lane, patch: Patch) -> list:
+    def among_waves(self, magnitudes: list, shared, lane, patch: Patch) -> list:
         """The larger magnitudes of words, of the waves below each other that share a window."""
-        size = 4 * len(words)
+        size = 4 * len(magnitudes)
         line = WAVE * size  # bytes of a wave
         to = shared_pointer(shared, Int32(patch.wave * line + lane * size), Uint32, size)
-        fx.generic_store(to, fx.Vector.from_elements(words, Uint32))
+        fx.generic_store(to, fx.Vector.from_elements(magnitudes, Uint32))
         gpu.barrier()
         first = patch.wave // self.in_window * self.in_window
-        found = []
+        parts = []
         for i in range(self.in_window):
             start = Int32((first + i) * line + lane * size)
-            found.append([
+            parts.append([
                 fx.generic_load(shared_pointer(shared, start + Int32(4 * w), Uint32, 4))
-                for w in range(len(words))
+                for w in range(len(magnitudes))
             ])  # fmt: skip
-        return [largest(list(each), self.dtype) for each in zip(*found, strict=True)]
+        return [largest(list(column), self.dtype) for column in zip(*parts, strict=True)]
 
     def given(self, amaxes, at: Tile, where: list, size: Extents) -> list:
         """The amaxes in memory of two blocks, at these (row, column) of so many; beyond, any."""
-        found = []
+        block_amaxes = []
         for row, col in where:
             there = (row < size.rows) & (col < size.cols)
-            place = as_int64(at.batch) * as_int64(size.rows) + as_int64(row)
-            place = there.select(place * as_int64(size.cols) + as_int64(col), Int64(0))
-            found += load_words(amaxes, place * 4, 1, 4)
-        return found
+            index = as_int64(at.batch) * as_int64(size.rows) + as_int64(row)
+            index = there.select(index * as_int64(size.cols) + as_int64(col), Int64(0))
+            block_amaxes += load_words(amaxes, index * 4, 1, 4)
+        return block_amaxes
 
     def put(self, staged, result: Output, at: Tile, where: tuple, scale, x: tuple) -> None:
         """Stages the scale at this (row, column) of the tile's, whose block x has at (row, col)."""
@@ -378,11 +380,11 @@ class Tiled(Kernel):
         _, tile_m, tile_k, m, k = at
         row, col = where
         _, cols = self.staged_shape(result)
-        place = col * cols + row if self.is_turned(result) else row * cols + col
+        index = col * cols + row if self.is_turned(result) else row * cols + col
         if self.layout.is_tiled:  # padding is 0
             there = (tile_m * self.high + x[0] < m) & (tile_k * TILE + x[1] < k)
             scale = there.select(scale, Uint32(0))
-        fx.generic_store(shared_pointer(staged, Int32(place)), Uint8(scale))
+        fx.generic_store(shared_pointer(staged, Int32(index)), Uint8(scale))
 
     def numbers(self, result: Output, places: list) -> list[int]:
         """The numbers of the factors that elements at these (row, column) of a patch have."""
@@ -412,7 +414,7 @@ class Tiled(Kernel):
     # ---- values ---
     def store_dequantized(self, x, pairs, o: int, arrays, at: Tile, patch: Patch) -> None:
         """Stores what the codes of a patch stand for, in the order of x."""
-        result, words = self.results[o], []
+        result, rows_of_words = self.results[o], []
         for i in range(self.rows):
             numbers = self.numbers(result, [(i, j) for j in range(self.vector)])
             scaled = [
@@ -421,10 +423,10 @@ class Tiled(Kernel):
             factors = [convert.factor_back(convert.half(pairs[n // 2], n % 2)) for n in numbers]
             fours = [numbers[j : j + 4] for j in range(0, self.vector, 4)]
             poisons = [self.poison(pairs, four) & Uint32(0x7F7F7F7F) for four in fours]
-            how = result.format, self.dtype, self.arch
-            words.append(convert.through_codes(scaled, factors, poisons, *how))
+            types = result.format, self.dtype, self.arch
+            rows_of_words.append(convert.through_codes(scaled, factors, poisons, *types))
         first = as_int64(at.batch) * as_int64(at.rows) * as_int64(at.cols)
-        self.store_floats(words, arrays, f"dequantized_{o}", first, at, patch)
+        self.store_floats(rows_of_words, arrays, f"dequantized_{o}", first, at, patch)
 
     def lines(self, x, pairs, result: Output, first: int, count: int) -> list:
         """The words of rows of bytes of this lane's patch; the rows are all in each word."""
@@ -440,8 +442,8 @@ class Tiled(Kernel):
         places = [(i, j) for i in rows for j in columns]
         if down > 1:
             places = [(i, j) for j in columns for i in rows]
-        words = [places[at : at + size] for at in range(0, len(places), size)]
-        return [self.word([floats[at] for at in word], pairs, result, word) for word in words]
+        word_places = [places[at : at + size] for at in range(0, len(places), size)]
+        return [self.word([floats[at] for at in word], pairs, result, word) for word in word_places]
 
     @flyc.jit
     def store(self, x, pairs, result: fx.Constexpr, to: Target, at: Tile, patch: Patch):
@@ -449,27 +451,27 @@ class Tiled(Kernel):
         batch, tile_m, tile_k, m, k = at
         (values, tiles), (_, top, left) = to, patch
         packed: fx.Constexpr = result.packed
-        down, beside = packed
-        n: fx.Constexpr = self.itemsize * beside
+        down, across = packed
+        n: fx.Constexpr = self.itemsize * across
         together: fx.Constexpr = max(n // 4, 1)  # rows of which a lane has but a word of codes
         lane = convert.lane_id()
         col = tile_k * TILE + left // (n * self.vector) * (n * self.vector)
         first = (tile_m * self.high + top) // down + lane % n
-        high, wide = m // down, k // beside  # of the bytes
+        high, wide = m // down, k // across  # of the bytes
         start = as_int64(batch) * as_int64(high) + as_int64(first)
-        start = start * as_int64(wide) + as_int64(col // beside)
+        start = start * as_int64(wide) + as_int64(col // across)
         stride = as_int64(wide)
         if const_expr(result.blocks is not Blocks.SECOND):
             if tiles != Uint32(0):  # a lane's rows are of one
-                start = offset_of_values(batch * high + first, col // beside, wide)
+                start = offset_of_values(batch * high + first, col // across, wide)
                 stride = Int64(16)
         for g in range_constexpr(self.rows // down // n):
             parts = [
                 self.lines(x, pairs, result, i, together) for i in range(g * n, g * n + n, together)
             ]
-            words = exchange(parts, lane, together > 1)
+            row_words = exchange(parts, lane, together > 1)
             where = start + stride * (g * n)
-            self.store_line(values, where, words, (first, col), Extents(high, k))
+            self.store_line(values, where, row_words, (first, col), Extents(high, k))
 
     @flyc.jit
     def store_line(self, values, where, words, place: tuple, size: Extents):
@@ -494,11 +496,11 @@ class Tiled(Kernel):
             both = [self.scaled(x, pairs, result, i, w) for i in range(self.rows)]
             for j, column in enumerate(zip(*both, strict=True), 2 * w):
                 places = [(i, j) for i in range(self.rows)]
-                words = [
+                column_words = [
                     self.word(column[i : i + size], pairs, result, places[i : i + size])
                     for i in range(0, self.rows, size)
                 ]
-                vector = fx.Vector.from_elements(words, Uint32)
+                vector = fx.Vector.from_elements(column_words, Uint32)
                 start = Int32(starts[j % packed] + j // packed * self.high)
                 to = shared_pointer(shared, start, Uint32, self.rows // packed)
                 fx.generic_store(to, vector)
@@ -562,9 +564,9 @@ class Tiled(Kernel):
         if const_expr(turned):
             tile_r, tile_c = tile_c, tile_r
         in_row, in_col = self.staged_shape(result)
-        words: fx.Constexpr = in_col // 4  # of a row
-        row, col = tile_r * in_row + thread // words, tile_c * in_col + thread % words * 4
-        mine = thread < Uint32(in_row * words)
+        per_row: fx.Constexpr = in_col // 4  # of a row
+        row, col = tile_r * in_row + thread // per_row, tile_c * in_col + thread % per_row * 4
+        mine = thread < Uint32(in_row * per_row)
         if const_expr(self.layout.is_tiled and self.high > TILE):  # may go beyond the padding
             high, wide = (
                 round_up(n, pad) for n, pad in zip((rows, cols), self.layout.pad, strict=True)

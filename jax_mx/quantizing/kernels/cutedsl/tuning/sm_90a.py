@@ -7,10 +7,10 @@ ROWS = [
     {"kernel": "quantize.Rows", "where": {}, "value": {"threads": 128, "kept": 4, "rows": 2},
      "why": "The number of bytes of x that a multiprocessor waits for at once decides."},
     {"kernel": "quantize.NormedTiled", "where": {"window": "256"},
-     "value": {"down": 8, "across": 1, "each": 2, "lag": 3},
+     "value": {"down": 8, "across": 1, "share": 2, "lag": 3},
      "why": "Tiles of two warps side by side spill registers."},
     {"kernel": "quantize.NormedTiled", "where": {},
-     "value": {"down": 4, "across": 2, "each": 2, "lag": 4},
+     "value": {"down": 4, "across": 2, "share": 2, "lag": 4},
      "why": "Tiles wait for factors with a shorter lag; x has left L2 with a longer one."},
     # ---- quantize: blocks along the last axis ---
     {"kernel": "quantize.WholeRows", "where": {"source": "gated"},
