@@ -1,8 +1,8 @@
 """The baselines of an op: a copy of as many bytes, and XLA at its best.
 
 A user without kernels writes such code in JAX, in floats. It is right on ordinary data only: NaNs,
-infinities and float32 subnormals are `jax_mx.quantizing.reference`'s business. For an honest comparison there
-are several versions, and the fastest one counts.
+infinities and float32 subnormals are `jax_mx.quantizing.reference`'s business. For an honest
+comparison there are several versions, and the fastest one counts.
 """
 
 from __future__ import annotations

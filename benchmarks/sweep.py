@@ -7,10 +7,10 @@ python -m benchmarks sweep run FOLDER [--name NAME ...]    # on the GPU: times a
 NAME is a binary's: of windows, preprocessing, rows, activations, norms, or a product. Without one,
 --op, --form and --dtype say which quantizers. `run` takes the call that such a binary serves, at
 --shape. For a product it takes each of the cases below in which the launch picks the binary. It
-ends with the rows of the chip's table, see jax_mx/quantizing/kernels/tuning.py: for each binary the fastest
-candidate that gives the reference's bytes. `--table FILE` writes the rows as a module, for an arch
-without a table. It adds the figures of all candidates to the JSON lines next to that file. A person
-decides, by a row's "where", whether it holds for more entries than those measured.
+ends with the rows of the chip's table, see jax_mx/quantizing/kernels/tuning.py: for each binary the
+fastest candidate that gives the reference's bytes. `--table FILE` writes the rows as a module, for
+an arch without a table. It adds the figures of all candidates to the JSON lines next to that file.
+A person decides, by a row's "where", whether it holds for more entries than those measured.
 
 A record is one measurement. "kernel" and "where" name its row; "case" and "shape" name the
 computation, "value" the tile. A "note" says how the kernel differed from today's; with a null
@@ -167,9 +167,7 @@ def _of_products(product: ProductKernel) -> Iterator[Any]:
     """The tile that Hopper's table has, and those that differ from it in one field."""
     what, value = chosen(product, "sm_90a")
     module, name = TILES[what]
-    tile = getattr(importlib.import_module(f"jax_mx.quantizing.kernels.cutedsl.{module}"), name)(
-        **value
-    )
+    tile = getattr(importlib.import_module(f"jax_mx.products.cutedsl.{module}"), name)(**value)
     yield tile
     for field in dataclasses.fields(tile):
         own = getattr(tile, field.name)
@@ -187,7 +185,7 @@ def chosen(
     Raises:
       ValueError: its entries have no tile to choose.
     """
-    module = importlib.import_module(f"jax_mx.quantizing.kernels.cutedsl.{variant.op}")
+    module = importlib.import_module(f"jax_mx.{variant.ROOM}.cutedsl.{variant.op}")
     found = []
 
     def choose(what: str, *where: Any, real: Callable = tuning.choose) -> Any:
@@ -245,10 +243,9 @@ def build(folder: Path, arch: str, variants: Sequence[Binary]) -> None:
 
 def _compile(arch: str, variant: Binary, tile: Any) -> tuple[bytes, dict[str, Any] | str]:
     """A binary and the facts that launch it; or nothing, and why there is none."""
-    from jax_mx.quantizing.kernels.cutedsl.compile import compile_variant
-
+    compiling = importlib.import_module(f"jax_mx.{variant.ROOM}.cutedsl.compile")
     try:
-        return compile_variant(variant, arch, tile=tile)
+        return compiling.compile_variant(variant, arch, tile=tile)
     except Exception as error:  # the tile is too large, or the kernel cannot have it
         return b"", " ".join(f"{type(error).__name__}: {error}".split())[:200]
 

@@ -17,7 +17,8 @@ def test_the_library_imports_no_kernel_dsl():
     modules = loaded_after(
         "import jax_mx, jax.numpy as jnp, sys\n"
         "jax_mx.quantize(jnp.ones(32)).dequantize()\n"
-        "assert not any(m.startswith('jax_mx.quantizing.kernels') for m in sys.modules)"
+        "assert not any(m.startswith('jax_mx.quantizing.kernels') for m in sys.modules)\n"
+        "assert not any(m.endswith(('.cutedsl', '.flydsl')) for m in sys.modules)"
     )
     assert modules.isdisjoint(HEAVY), modules & set(HEAVY)
     assert "jax_mx" in modules

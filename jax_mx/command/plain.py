@@ -1,7 +1,7 @@
 """MX in JAX without kernels, in plain float arithmetic: a speed to compare with.
 
-The results are right on ordinary data; `jax_mx.quantizing.reference` also serves NaNs, infinities and
-subnormals. Scales are rounded up, as RCEIL does. The faster one of two versions counts.
+The results are right on ordinary data; `jax_mx.quantizing.reference` also serves NaNs, infinities
+and subnormals. Scales are rounded up, as RCEIL does. The faster one of two versions counts.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """Plans: one call, validated and canonical.
 
-`jax_mx.quantizing.planning` plans quantizers and refuses calls; `jax_mx.products.kernel_plans` plans
-products.
+`planning` plans quantizers and refuses calls; `jax_mx.products.kernel_plans` plans products.
 """
 
 from __future__ import annotations
@@ -255,11 +254,10 @@ class ProductPlan:
       dtype: of y.
       grouped: whether the call has sizes of groups; without, all groups have as many rows.
       rows: how many rows of x a tile should have; among kernels with others it does not choose.
-      window: see `quantizing.facts.product_kernels.ProductKernel`; so is `tiles`.
+      window: see `ProductKernel`; so is `tiles`.
       tiles: of W.
       implementation: the one the caller insists on, or None.
-      free: see `quantizing.facts.product_kernels.ProductKernel`; x then has zeros up to a multiple of `UNIT`
-        columns.
+      free: see `ProductKernel`; x then has zeros up to a multiple of `UNIT` columns.
       floats: the dtype of its floats, where kernels take several.
       source: of the floats, for "amaxes"; they come out, too.
       tiled: whether x's values and scales lie in AMD's tiles, and W's; kernels for AMD read them.

@@ -1,8 +1,8 @@
 """The one table of activations, which stand between the two products of an MLP.
 
 The result is act(gate) * up * weight, or act(x) * weight of an activation without a gate. A row of
-`UNARY` says how act and its slope are rounded; quantizing/reference/activations.py has the formulas,
-quantizing/kernels/cutedsl/activations.py has two of them for kernels.
+`UNARY` says how act and its slope are rounded; quantizing/reference/activations.py has the
+formulas, quantizing/kernels/cutedsl/activations.py has two of them for kernels.
 
 The quantized floats have gate_up's dtype. From bfloat16 all implementations have to agree on every
 bit, whatever exponential function a chip has. So act(gate) is rounded to few bits before it is

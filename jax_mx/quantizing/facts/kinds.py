@@ -7,7 +7,7 @@ from jax_mx.formats.windows import ROW, Window, suffix_of
 
 
 class Kind(NamedTuple):
-    """The part of an array's preprocessing (quantizing/facts/preprocessing.py) that changes a kernel's code.
+    """The part of an array's preprocessing (preprocessing.py) that changes a kernel's code.
 
     Attributes:
       hadamard: the size of the transform that goes before, or 0.

@@ -3,7 +3,7 @@
 Code that handles a call's arrays asks here instead of counting positions: abstract evaluation,
 vmap, memory orders, the sharding rule, and calls that lack operands. Kernels take the types of
 their arguments and the alignment of their entries from here, launch rules the numbers of buffers. A
-new operand of an op is a line in its function below; a source (quantizing/facts/sources.py) declares its
+new operand of an op is a line in its function below; a source (sources.py) declares its
 arrays itself.
 """
 

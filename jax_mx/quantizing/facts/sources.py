@@ -1,7 +1,7 @@
 """Sources make the floats that are quantized: the class of all sources, and `X`, x itself.
 
-A source is a frozen dataclass in a module of `quantizing/sources`: it has all that other folders ask
-of it. This module imports no JAX, and no module of `quantizing/sources` does when it is imported, as
+A source is a frozen dataclass in a module of `quantizing/sources`, or of a room: it has all that
+others ask of it. This module imports no JAX, and no source's module does when it is imported, as
 kernels' builds read sources too. `compute`, which makes the floats, imports JAX when it is called.
 """
 
@@ -33,8 +33,8 @@ class Source:
     Attributes:
       word: the source in the names of kernels.
       loaders: for each DSL that has kernels of it, the name of the loader in the DSL's table.
-      modules: for each DSL that has kernels for it alone, their module. `KERNELS` there is a pair of
-        kernels: for blocks along rows, and for others.
+      modules: for each DSL that has kernels for it alone, their module. `KERNELS` there has two
+        classes: for blocks along rows, and for others.
       tuned_as: its name in the tuning tables.
       tiled_on: the archs whose kernels alone write its scales in `blocked_128x4`, too; empty: a
         kernel writes them in every layout that it has for x.

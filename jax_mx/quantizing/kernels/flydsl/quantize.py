@@ -1,6 +1,6 @@
 """MX quantize on AMD, in FlyDSL. Matches reference.quantize bit for bit.
 
-Two ways to cut the work, as in quantizing/kernels/cutedsl/quantize.py: `Flat` (flat.py) for blocks along the
+Two ways to cut the work, as in cutedsl/quantize.py: `Flat` (flat.py) for blocks along the
 last axis, `Tiled` (tiled.py) for every form that needs the second-to-last one. Lanes that share
 blocks share them out, so that a scale is computed once. In `PreprocessedFlat` and
 `PreprocessedTiled` (preprocessed_tiles.py), the same with more arithmetic, a lane has whole ones.
