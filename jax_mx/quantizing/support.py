@@ -189,8 +189,8 @@ def _of_words(op: str, made_of: dict[str, Any], window: Window) -> tuple[Source,
     if rows:
         return RowsSource(), False
     if norm:
-        (norm_source,) = (c for c in Source.__subclasses__() if c.word == "rms_norm")
-        return norm_source(floats=floats), False
+        sources: dict[str, Any] = {source.word: source for source in Source.__subclasses__()}
+        return sources["rms_norm"](floats=floats), False  # of a room above this one
     if activation is None:
         return X, False
     if gradient:
