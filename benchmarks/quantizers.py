@@ -22,19 +22,19 @@ import jax_mx
 from benchmarks import baselines, peers, shapes, timing
 from benchmarks.requirements import checks as checks
 from benchmarks.runner import Args, Case, Row, brief, repeats
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
-from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.sources import Source, X
-from jax_mx.facts.windows import Window
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.formats.layouts import SCALE_LAYOUTS
+from jax_mx.formats.windows import Window
 from jax_mx.launch.chips import arch_of, dsl_of
 from jax_mx.launch.targets import chip_of
-from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.norms.source import NormSource
-from jax_mx.ops.quantizing import WithSums
-from jax_mx.reference import rows_of
-from jax_mx.sources.gated import GatedSource
-from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rows import RowsSource
+from jax_mx.quantizing.calling import WithSums
+from jax_mx.quantizing.facts.sources import Source, X
+from jax_mx.quantizing.reference import rows_of
+from jax_mx.quantizing.registry import IMPLEMENTATIONS
+from jax_mx.quantizing.sources.gated import GatedSource
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.sources.rows import RowsSource
 
 _quantized = jax.jit(
     jax_mx.quantize, static_argnames=("format", "axis", "scaling", "scale_layout", "block")

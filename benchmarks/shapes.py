@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax_mx.facts import directions
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.kinds import Kind
-from jax_mx.facts.sources import Source
+from jax_mx.formats import directions
+from jax_mx.formats.formats import BLOCK
 from jax_mx.norms.source import NormSource
-from jax_mx.sources.gated import ACTIVE, GatedSource
-from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rows import RowsSource
+from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.sources import Source
+from jax_mx.quantizing.sources.gated import ACTIVE, GatedSource
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.sources.rows import RowsSource
 
 Shape = tuple[int, ...]
 

@@ -23,12 +23,11 @@ from benchmarks import plot, shapes
 from benchmarks.record import RESULTS
 from benchmarks.report import read
 from docs import tables
-from jax_mx.arrays import views
-from jax_mx.facts import layouts, windows
-from jax_mx.facts.directions import Blocks
-from jax_mx.facts.formats import BLOCK, FORMATS, SCALE_DTYPE, SCALINGS
-from jax_mx.lowering import registry
-from jax_mx.ops.planning import Options, planned
+from jax_mx.formats import layouts, views, windows
+from jax_mx.formats.directions import Blocks
+from jax_mx.formats.formats import BLOCK, FORMATS, SCALE_DTYPE, SCALINGS
+from jax_mx.quantizing import registry
+from jax_mx.quantizing.planning import Options, planned
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY = (
@@ -148,7 +147,7 @@ def losses() -> Figure:
 
 
 # ---- forms ---------------------------------------------------------------------------------------
-MATRIX = (64, 96)  # as in jax_mx/facts/directions.py
+MATRIX = (64, 96)  # as in jax_mx/formats/directions.py
 
 
 def forms() -> Figure:

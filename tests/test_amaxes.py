@@ -22,14 +22,14 @@ from helpers import (
 from on_device import HERE
 
 import jax_mx
-from jax_mx.facts.directions import BOTH_TRANSPOSED, LAST, SECOND, Blocks
-from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Scaling
-from jax_mx.facts.kinds import Kind
-from jax_mx.facts.variants import Variant
-from jax_mx.facts.windows import ROW
+from jax_mx.formats.directions import BOTH_TRANSPOSED, LAST, SECOND, Blocks
+from jax_mx.formats.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Scaling
+from jax_mx.formats.windows import ROW
 from jax_mx.launch import store
-from jax_mx.lowering import quantizers
 from jax_mx.products.multiply import equations
+from jax_mx.quantizing import quantizers
+from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.variants import Variant
 
 
 def check_amaxes(x, implementation="xla", whole=None):

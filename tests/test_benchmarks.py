@@ -31,12 +31,12 @@ from benchmarks import (
     timing,
 )
 from docs import tables
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
-from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.variants import layouts_of
-from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.ops.planning import Options, planned
-from jax_mx.reference import rows_of
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.formats.layouts import SCALE_LAYOUTS
+from jax_mx.quantizing.facts.variants import layouts_of
+from jax_mx.quantizing.planning import Options, planned
+from jax_mx.quantizing.reference import rows_of
+from jax_mx.shipping.shipped import SHIPPED
 
 pytestmark = pytest.mark.any_device
 
@@ -101,7 +101,7 @@ def test_forms_are_those_of_kernels(name):
     ids=lambda variant: variant.name,
 )
 def test_kernels_take_the_candidates_of_a_sweep(variant):
-    kernels = pytest.importorskip(f"jax_mx.kernels.cutedsl.{variant.op}")
+    kernels = pytest.importorskip(f"jax_mx.quantizing.kernels.cutedsl.{variant.op}")
     tiles = list(sweep.candidates(variant))
     assert len(tiles) > 1
     for layout, tile in itertools.product(layouts_of(variant), tiles):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
-from jax_mx.facts.variants import layouts_of
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.launch import store
+from jax_mx.quantizing.facts.variants import layouts_of
 
 pytest.importorskip("tinygrad")
-pytest.importorskip("jax_mx.kernels")  # not in a wheel
+pytest.importorskip("jax_mx.quantizing.kernels")  # not in a wheel
 
 from emulation import FLYDSL, Program, each_binary, words_behind
 from helpers import call, operand, preprocessing

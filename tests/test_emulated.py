@@ -34,11 +34,11 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
-from jax_mx.facts.variants import layouts_of
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.launch import _ffi, store
 from jax_mx.launch.chips import ARCHS
-from jax_mx.lowering import primitive
+from jax_mx.quantizing import primitive
+from jax_mx.quantizing.facts.variants import layouts_of
 
 pytest.importorskip("tinygrad")
 
@@ -55,7 +55,7 @@ from emulation import (
 )
 
 from jax_mx.launch.emulation.emulator import ORDERS
-from jax_mx.reference import noise as noise_of
+from jax_mx.quantizing.reference import noise as noise_of
 from jax_mx.testing import emulate
 
 each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])

@@ -16,8 +16,9 @@ import pytest
 from exact import changed, integers, wanted
 from helpers import assert_bits_equal, hard_blocks, plan_for
 
-from jax_mx.facts.directions import LAST
-from jax_mx.facts.formats import (
+from jax_mx.formats import blocks as reference
+from jax_mx.formats.directions import LAST
+from jax_mx.formats.formats import (
     BLOCK,
     MXFP4_E2M1,
     MXFP6_E2M3,
@@ -26,17 +27,16 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     SCALE_NAN,
 )
-from jax_mx.facts.preprocessing import Preprocessing
-from jax_mx.facts.product_kernels import DIRECT, ProductKernel
-from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import quantizers
-from jax_mx.reference import blocks as reference
+from jax_mx.quantizing import quantizers
+from jax_mx.quantizing.facts.preprocessing import Preprocessing
+from jax_mx.quantizing.facts.product_kernels import DIRECT, ProductKernel
+from jax_mx.shipping.shipped import SHIPPED
 
 FLAT = [
     v for v in SHIPPED if v.changes_elements and v.implementation == "cutedsl" and v.form == LAST
 ]
-preprocessed = pytest.importorskip("jax_mx.kernels.cutedsl.preprocessed")
-convert = pytest.importorskip("jax_mx.kernels.cutedsl.convert")
+preprocessed = pytest.importorskip("jax_mx.quantizing.kernels.cutedsl.preprocessed")
+convert = pytest.importorskip("jax_mx.quantizing.kernels.cutedsl.convert")
 
 
 def floats(bits):
@@ -354,7 +354,7 @@ def test_no_product_rounds_up_to_the_least_normal_number(factor):
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 def test_codes_of_four_bits_times_every_scale(monkeypatch):
     """As few rows of x meet them: each code at each place of a word, exact, 2^-127 and NaN too."""
-    few = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_few")
+    few = pytest.importorskip("jax_mx.products.cutedsl.matmul_few")
     numbers = {"max": np.maximum, "min": np.minimum, "select_": np.where}
     monkeypatch.setattr(few, "cutlass", SimpleNamespace(**numbers))
     monkeypatch.setattr(few, "cute", convert.cute)
@@ -407,8 +407,8 @@ def multiplied_by_warps(a, b, sums):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_lanes_that_load_codes_add_up_the_product(format, parts, monkeypatch):
     """All that a warp does from memory to sums: exact, with scales of 2^-127 and NaN, too."""
-    vector = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_vector")
-    few = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_few")
+    vector = pytest.importorskip("jax_mx.products.cutedsl.matmul_vector")
+    few = pytest.importorskip("jax_mx.products.cutedsl.matmul_few")
     direct = vector.Direct(ProductKernel("matmul", "cutedsl", (format,), DIRECT), "sm_90a")
     direct.arch = "sm_80"  # whose conversions are integers
     rng, deep, rows, width = np.random.default_rng(0), 5, 3, 16

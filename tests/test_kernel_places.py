@@ -2,13 +2,13 @@
 
 import pytest
 
-from jax_mx.facts.directions import LAST
-from jax_mx.facts.formats import MXFP4_E2M1
-from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.kernels import geometry
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats.directions import LAST
+from jax_mx.formats.formats import MXFP4_E2M1
+from jax_mx.formats.layouts import SCALE_LAYOUTS
+from jax_mx.quantizing.kernels import geometry
+from jax_mx.shipping.shipped import SHIPPED
 
-flat = pytest.importorskip("jax_mx.kernels.cutedsl.flat")
+flat = pytest.importorskip("jax_mx.quantizing.kernels.cutedsl.flat")
 
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS.values(), ids=repr)

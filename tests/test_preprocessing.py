@@ -34,15 +34,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import Hadamard, Stochastic
-from jax_mx.facts.directions import LAST
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.variants import Kind
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats import blocks as reference
+from jax_mx.formats.directions import LAST
+from jax_mx.formats.formats import BLOCK
 from jax_mx.launch import private, store, targets
 from jax_mx.launch.chips import ARCHS, PLATFORMS
-from jax_mx.lowering import primitive
-from jax_mx.lowering.registry import Support
-from jax_mx.reference import blocks as reference
+from jax_mx.quantizing import primitive
+from jax_mx.quantizing.facts.variants import Kind
+from jax_mx.quantizing.registry import Support
+from jax_mx.shipping.shipped import SHIPPED
 
 P = PartitionSpec
 KEY = jax.random.key(7)

@@ -28,16 +28,17 @@ from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.arrays.views import minor_to_major
-from jax_mx.facts import formats, variants
-from jax_mx.facts.directions import LAST, SECOND
-from jax_mx.facts.variants import Variant
-from jax_mx.facts.windows import ROW
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats import formats
+from jax_mx.formats.directions import LAST, SECOND
+from jax_mx.formats.views import minor_to_major
+from jax_mx.formats.windows import ROW
 from jax_mx.launch import private, store, toolchains
 from jax_mx.launch.chips import PLATFORMS
-from jax_mx.lowering import primitive, quantizers, registry
-from jax_mx.ops.preprocessing import preprocessing_of
+from jax_mx.quantizing import primitive, quantizers, registry
+from jax_mx.quantizing.facts import variants
+from jax_mx.quantizing.facts.variants import Variant
+from jax_mx.quantizing.preprocessing import preprocessing_of
+from jax_mx.shipping.shipped import SHIPPED
 
 P = PartitionSpec
 

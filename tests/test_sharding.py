@@ -32,7 +32,7 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.formats.layouts import SCALE_LAYOUTS
 from jax_mx.launch import store, targets
 from jax_mx.testing import emulate
 

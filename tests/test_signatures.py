@@ -10,12 +10,12 @@ import pytest
 from helpers import COLLECTIVE, assert_bits_equal, call_attributes_in, plan_for, stand_in
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_mx.facts import signatures
-from jax_mx.facts.signatures import EPILOGUE, Array, Role, Signature, signature_of
-from jax_mx.facts.variants import Kind, layouts_of
-from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.launch import private, store
-from jax_mx.lowering import primitive, registry
+from jax_mx.quantizing import primitive, registry
+from jax_mx.quantizing.facts import signatures
+from jax_mx.quantizing.facts.signatures import EPILOGUE, Array, Role, Signature, signature_of
+from jax_mx.quantizing.facts.variants import Kind, layouts_of
+from jax_mx.shipping.shipped import SHIPPED
 
 P = PartitionSpec
 

@@ -10,13 +10,19 @@ import dataclasses
 import cutlass
 from cutlass import Float32, Float64, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
-from jax_mx.facts.formats import BLOCK
-from jax_mx.kernels import geometry
-from jax_mx.kernels.cutedsl import convert, preprocessed
-from jax_mx.kernels.cutedsl.flat import WholeBlocks
-from jax_mx.kernels.cutedsl.kernel import bytes_of, load, offset_in_tiles, select, vector_at
-from jax_mx.kernels.cutedsl.tiled import Tiled, Tiling
-from jax_mx.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile, tree
+from jax_mx.formats.formats import BLOCK
+from jax_mx.quantizing.kernels import geometry
+from jax_mx.quantizing.kernels.cutedsl import convert, preprocessed
+from jax_mx.quantizing.kernels.cutedsl.flat import WholeBlocks
+from jax_mx.quantizing.kernels.cutedsl.kernel import (
+    bytes_of,
+    load,
+    offset_in_tiles,
+    select,
+    vector_at,
+)
+from jax_mx.quantizing.kernels.cutedsl.tiled import Tiled, Tiling
+from jax_mx.quantizing.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile, tree
 
 # ---- arithmetic: of words of two 16-bit floats, or of one float32 ---
 _WIDEN = {
@@ -670,3 +676,6 @@ def awaited(address: Int64, polls: int) -> Uint32:
         "mov.b32 {$w0}, v; }"
     )
     return convert.ptx(code, Uint32, address)
+
+
+KERNELS = (Rows, NormedTiled)  # along rows, and others

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.reference.blocks import flushed, one_nan, product, widened
+from jax_mx.formats.blocks import flushed, one_nan, product, widened
 
 LANES = 2048  # sums that are taken side by side, and then by pairs
 LEAST = 2.0**-63  # what is less counts as 0 in the sum: the squares of others are normal numbers

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import array_of, flag, shown
-from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
-from jax_mx.facts.formats import Format
+from jax_mx.formats.checks import array_of, flag, shown
+from jax_mx.formats.formats import Format
+from jax_mx.formats.sharding import is_explicit, resharded, spec_of
 from jax_mx.launch import private
-from jax_mx.lowering import derivatives
 from jax_mx.norms import reference
 from jax_mx.norms.reference import settled
 from jax_mx.norms.source import NormSource
-from jax_mx.ops.activations import Of
-from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.quantize import quantizer_of
+from jax_mx.quantizing import derivatives
+from jax_mx.quantizing.activations import Of
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.quantize import quantizer_of
 
 
 class Normed(NamedTuple):
