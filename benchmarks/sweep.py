@@ -39,7 +39,7 @@ from jax_mx.formats.directions import FORMS, LAST
 from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
 from jax_mx.formats.layouts import SCALE_LAYOUTS
 from jax_mx.norms.source import NormSource
-from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.modes import Mode
 from jax_mx.quantizing.facts.product_kernels import PRODUCTS, TILE, Binary, ProductKernel
 from jax_mx.quantizing.facts.variants import Variant, layouts_of
 from jax_mx.quantizing.kernels import tuning
@@ -354,16 +354,16 @@ def calls(variant: Binary, shape: shapes.Shape, layout: str) -> Iterator[Call]:
 
     form = shapes.form_of(variant.op, variant.form)
     sources = {made: name for name, made in shapes.SOURCES.items()}
-    kinds = tuple(kind._replace(window=BLOCK) for kind in variant.kinds)
-    treated = {(): "none", (Kind(),): "none", (Kind(), Kind()): "none"}
+    modes = tuple(mode._replace(window=BLOCK) for mode in variant.modes)
+    treated = {(): "none", (Mode(),): "none", (Mode(), Mode()): "none"}
     treated |= {its: name for name, its in shapes.PREPROCESSING.items()}
     known = not variant.source or variant.source in sources
-    if form is None or kinds not in treated or not known or len({*variant.formats}) > 1:
+    if form is None or modes not in treated or not known or len({*variant.formats}) > 1:
         print(f"{variant.name}: no case measures it")
         return
     case = Quantizer(
         form, shape, variant.dtype, variant.formats[0].name, "rceil", layout,
-        variant.implementation, treated[kinds], sources.get(variant.source, ""), variant.window,
+        variant.implementation, treated[modes], sources.get(variant.source, ""), variant.window,
     )  # fmt: skip
     # A kernel's arguments may be a tuple already.
     tupled = isinstance(jax.eval_shape(case.make, jax.random.key(0)), tuple)
@@ -578,7 +578,7 @@ def main() -> None:
         and str(v.form) in args.form
         and v.dtype in args.dtype
         and set(v.formats) == {MXFP8_E4M3}
-        and not (v.kinds or v.source)
+        and not (v.modes or v.source)
     ]
     try:
         if args.action == "show":

@@ -91,7 +91,7 @@ def kernels() -> list[str]:
     for v in existing():
         if v.implementation != "cutedsl":
             continue
-        before = "".join(kind.suffix or "_rn" for kind in v.kinds)[1:].replace("_", " ")
+        before = "".join(mode.suffix or "_rn" for mode in v.modes)[1:].replace("_", " ")
         before = f"{before} {v.source}".strip()
         key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
         row = found.setdefault(key, {"forms": {}, "formats": {}})
@@ -282,10 +282,10 @@ def _kernel_of(row: Mapping[str, Any]) -> str:
     """The name of the variant that a row measured; empty of what goes between transposes."""
     name, _, preprocessing = row["form"].partition(", ")
     form = shapes.FORMS[name]
-    kinds = shapes.PREPROCESSING[preprocessing or "none"]
-    if form.kernel.is_both and len(kinds) == 1:
-        kinds *= 2
-    for v in variants("cutedsl", form.op.removesuffix("_both"), X, kinds):
+    modes = shapes.PREPROCESSING[preprocessing or "none"]
+    if form.kernel.is_both and len(modes) == 1:
+        modes *= 2
+    for v in variants("cutedsl", form.op.removesuffix("_both"), X, modes):
         if (v.form, v.dtype) == (form.kernel, row["dtype"]):
             if {f.name for f in v.formats} == {row["format"]}:
                 return v.name

@@ -40,13 +40,13 @@ def few(binaries) -> list[tuple]:
     def has(binary):
         variant, arch = binary
         own = {variant.form, variant.dtype, *variant.formats, arch}
-        for kind in variant.kinds:
+        for mode in variant.modes:
             there = {
-                "hadamard": kind.hadamard > 0,
-                "stochastic": kind.stochastic,
-                "window": kind.window != BLOCK,
-                "flat floats": kind.dequantized and variant.form == LAST,
-                "tiled floats": kind.dequantized and variant.form != LAST,
+                "hadamard": mode.hadamard > 0,
+                "stochastic": mode.stochastic,
+                "window": mode.window != BLOCK,
+                "flat floats": mode.dequantized and variant.form == LAST,
+                "tiled floats": mode.dequantized and variant.form != LAST,
             }
             own |= {name for name, is_there in there.items() if is_there}
         return {(variant.op, each) for each in own} | {(arch, variant.dtype)}

@@ -169,7 +169,7 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     options = {**preprocessing(variant), **options}
     turn, form = variant.form.transposed, variant.form
     if variant.gives_floats:
-        dequantized = tuple(kind.dequantized for kind in variant.kinds)
+        dequantized = tuple(mode.dequantized for mode in variant.modes)
         along = {} if form.is_both else {"axis": -2 if form.spans[0] else -1}
         given = {"formats": variant.formats, "dequantized": dequantized, **along}
         return lambda x: x, partial(through_codes, **given, **options)
@@ -201,7 +201,7 @@ def preprocessing(
     found = {"hadamard": [], "rounding": []}
     if variant.window != BLOCK:
         return {"window": variant.window}
-    for i, (size, stochastic, *_) in enumerate(variant.kinds):
+    for i, (size, stochastic, *_) in enumerate(variant.modes):
         minus = np.random.default_rng(size).random(size) < 0.5
         hadamard = jax_mx.Hadamard(size, of(minus) if signs else None) if size else None
         rounding = jax_mx.Stochastic(jax.random.key(7 + i), prescale) if stochastic else None
@@ -391,7 +391,7 @@ def zero_scales(variant: Variant) -> tuple[int, ...]:
 # ---- inputs ---
 def fitting(variant: Variant, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape, of twice as many blocks where the variant's transforms span two."""
-    if all(kind.blocks == 1 for kind in variant.kinds):
+    if all(mode.blocks == 1 for mode in variant.modes):
         return shape
     axes = [axis for axis, blocked in zip((-2, -1), variant.form.spans, strict=True) if blocked]
     return tuple(n * 2 if i - len(shape) in axes else n for i, n in enumerate(shape))

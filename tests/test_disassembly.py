@@ -77,7 +77,7 @@ def test_accesses_are_16_bytes_a_lane(variant, arch):
     itemsize, count = FLOAT_DTYPES[variant.dtype].itemsize, len(variant.formats)
     packed = variant.formats[0].codes_per_byte
     if variant.gives_floats:
-        count += sum(kind.dequantized for kind in variant.kinds) * (itemsize * packed - 1)
+        count += sum(mode.dequantized for mode in variant.modes) * (itemsize * packed - 1)
     for launch in artifact.facts["launches"].values():
         entry = launch["entries"][0]
         elements = entry["usage"]["elements_per_thread"]

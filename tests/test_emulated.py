@@ -190,8 +190,8 @@ def test_preprocessing(variant, arch):
         options = {"zero_scale": zero_scales(variant)[-1]}
         options["scaling"] = some(variant, scalings, turn=turn)[0]
         options |= preprocessing(variant, of=of)
-        if "rounding" in options:  # both directions' kinds, one factor, in turn
-            pair = options["rounding"] if len(variant.kinds) == 2 else (options["rounding"],)
+        if "rounding" in options:  # both directions' modes, one factor, in turn
+            pair = options["rounding"] if len(variant.modes) == 2 else (options["rounding"],)
             pair = [
                 r and replace(r, prescale=0.75 * (i != turn) or None) for i, r in enumerate(pair)
             ]
@@ -203,7 +203,7 @@ def test_preprocessing(variant, arch):
         assert program.run(turn, *example_of(variant, floats, **options)), options
 
 
-RANDOM = next(v for v in PREPROCESSED if (v.dtype, v.kinds[0].hadamard) == ("float32", 0))
+RANDOM = next(v for v in PREPROCESSED if (v.dtype, v.modes[0].hadamard) == ("float32", 0))
 
 
 @pytest.mark.sampled(4)

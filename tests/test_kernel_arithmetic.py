@@ -204,18 +204,18 @@ def on_numpy(monkeypatch):
         for v in FLAT
         for prescale in (None, 0.75)
         for elements in (8, 16, 32)
-        if v.kinds[0].stochastic or prescale is None
+        if v.modes[0].stochastic or prescale is None
     ],
 )
 def test_threads_compute_what_the_reference_does(variant, prescale, elements):
-    (kind,) = variant.kinds
-    how = kind, variant.dtype
-    sharers, span = BLOCK // elements, kind.blocks
+    (mode,) = variant.modes
+    how = mode, variant.dtype
+    sharers, span = BLOCK // elements, mode.blocks
     x = hard_blocks(variant.dtype)
     x = x[: len(x) // span * span]
     rng = np.random.default_rng(1)
     words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(variant.block_data)]
-    own = Preprocessing(kind.stochastic, prescale, kind.hadamard)
+    own = Preprocessing(mode.stochastic, prescale, mode.hadamard)
     like = x.reshape(-1, BLOCK * span)
     plan = plan_for(like, format=MXFP4_E2M1, scaling="even", preprocessing=(own,))
     views = [jnp.asarray(a).reshape(-1, span, a.shape[-1]) for a in (x, *words)]
@@ -229,11 +229,11 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     seeds = words[0]
     words = [np.repeat(word.reshape(-1, span), sharers, 1) for word in words]
     prescale = np.int32(np.float32(prescale or 0).view(np.int32))
-    held = preprocessed.flip([*held], words[-1], place) if kind.hadamard else [*held]
+    held = preprocessed.flip([*held], words[-1], place) if mode.hadamard else [*held]
     found = preprocessed.elements(*how, held, place, prescale)
     settled = [preprocessed.settled(*how, value, prescale) for value in found]
     factor = preprocessed.factor(*how, prescale)
-    noise = reference.noise(jnp.asarray(seeds), (-1,)) if kind.stochastic else None
+    noise = reference.noise(jnp.asarray(seeds), (-1,)) if mode.stochastic else None
     # Every block, with zeros where products are zero; and without, those that are not small.
     for values_of_threads, small in ((settled, True), (found, False)):
         y = np.moveaxis(np.stack(values_of_threads), 0, -1).reshape(x.shape)
@@ -246,7 +246,7 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
         got = quantize(jnp.asarray(y[rows]), noise=noisy)
         assert_bits_equal(got[0], values[rows])
         assert_bits_equal(got[1], scales[rows])
-        if kind.stochastic:
+        if mode.stochastic:
             scale = scales.view(np.uint8).astype(np.uint32)
             nan = np.uint32(0x7FFFFFFF)  # the hardware's only one
             inverse = np.where(scale == SCALE_NAN, nan, (254 - scale) << np.uint32(23))

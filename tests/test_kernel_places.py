@@ -15,7 +15,7 @@ flat = pytest.importorskip("jax_mx.quantizing.kernels.cutedsl.flat")
 def test_neighbours_have_a_transforms_two_blocks(layout):
     """All places of a thread block, each once; of a pair the columns 2 c and 2 c + 1 of a row."""
     for variant in SHIPPED:
-        pair = variant.kinds and variant.kinds[0].blocks > 1
+        pair = variant.modes and variant.modes[0].blocks > 1
         if variant.implementation != "cutedsl" or variant.form != LAST or not pair:
             continue
         assert variant.formats == (MXFP4_E2M1,)

@@ -243,7 +243,7 @@ def differences_of_dequantize(variant, rows, cols):
 
 def is_random(variant):
     """Whether an element's code depends on its place."""
-    return any(kind.stochastic for kind in variant.kinds)
+    return any(mode.stochastic for mode in variant.modes)
 
 
 def some_rows_of_reference(variant, x, start, step):

@@ -144,11 +144,11 @@ def test_the_call_names_the_kernel_and_carries_it_where_it_may_leave(variant):
             for i, format in enumerate(variant.formats):
                 numbers += formats.SCALINGS[scaling].rounding(format)
                 numbers += [0] * variants.takes_zero_scale(format)
-                numbers += [0] * (variant.kinds != () and variant.kinds[i].stochastic)  # prescale
-                if variant.kinds and variant.kinds[i].hadamard:
+                numbers += [0] * (variant.modes != () and variant.modes[i].stochastic)  # prescale
+                if variant.modes and variant.modes[i].hadamard:
                     own = preprocessing_of("quantize", None, hadamards[i])
                     flips = np.array(own.flips, np.uint32)
-                    numbers += flips.view(np.int32)[: variant.kinds[i].blocks].tolist()
+                    numbers += flips.view(np.int32)[: variant.modes[i].blocks].tolist()
                 numbers += [0] * (variant.implementation == "flydsl")  # values in rows
             scalars = "".join(f", 4, -1, {number}, 0" for number in numbers)
             assert text.count(f"{scalars}]> : tensor") == len(archs)

@@ -37,7 +37,7 @@ DIRECTIONS = [
     v
     for v in MXFP4
     if not v.form.is_square and v.dtype != "float16"
-    if all(kind.blocks == 1 for kind in v.kinds)  # 64 does not divide these shapes
+    if all(mode.blocks == 1 for mode in v.modes)  # 64 does not divide these shapes
 ]
 
 

@@ -69,7 +69,7 @@ SAMPLE = [
         for v in CUTEDSL
         if (v.op, v.form, v.dtype) == (op, form, dtype)
         and v.formats[0] == format
-        and not (v.source or v.kinds)
+        and not (v.source or v.modes)
     ][:1]
 ] + [v for v in CUTEDSL if v.changes_elements and v.dtype == "bfloat16"]
 SAMPLE += [

@@ -69,7 +69,7 @@ class FusedToySource(ToySource):
     loaders: ClassVar = {"cutedsl": "toy"}
 
     def fused(self, variant):
-        return (variant.form, variant.dtype) == (directions.LAST, "bfloat16") and not variant.kinds
+        return (variant.form, variant.dtype) == (directions.LAST, "bfloat16") and not variant.modes
 
 
 def toy(kind: type[ToySource] = ToySource, doubled: bool = False) -> Of:

@@ -120,8 +120,8 @@ class Plan:
     @property
     def signature(self) -> Signature:
         """The arrays of the call, with those that it lacks."""
-        kinds = [steps.kind for steps in self.preprocessing]
-        return signature_of(self.op.removesuffix("_both"), kinds, self.source)
+        modes = [steps.mode for steps in self.preprocessing]
+        return signature_of(self.op.removesuffix("_both"), modes, self.source)
 
     @property
     def lacks(self) -> tuple[str, ...]:

@@ -141,7 +141,7 @@ def _amaxes(y, result: Result, steps: Preprocessing, data: Mapping[str, jax.Arra
     if steps.window == BLOCK:
         return None
     if steps.window in (ROW, SQUARE):
-        amax = data["amaxes"] if steps.kind.takes_amaxes else reference.amax_of(y, along)
+        amax = data["amaxes"] if steps.mode.takes_amaxes else reference.amax_of(y, along)
         return _of_blocks(amax, y, result)
     blocks = result.blocks_in(steps.window)
     return reference.over_windows(reference.amax_of(y, result.block), blocks)

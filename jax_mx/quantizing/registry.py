@@ -290,8 +290,8 @@ def _variant_for(plan: Plan, dsl: str) -> tuple[Variant | None, str]:
     asked = steps[0]
     if len({*steps}) > 1:
         asked = f"the pair ({', '.join(step or 'none' for step in steps)})"
-    kinds = tuple(p.kind for p in plan.preprocessing) if asked else ()
-    fields = (plan.form, plan.dtype.name, plan.formats, kinds, plan.source.kernel)
+    modes = tuple(p.mode for p in plan.preprocessing) if asked else ()
+    fields = (plan.form, plan.dtype.name, plan.formats, modes, plan.source.kernel)
     variant, layout = Variant(op, dsl, *fields), plan.scale_layout.name
     zero_scales = [{0, 127} if takes_zero_scale(format) else {0} for format in plan.formats]
     if not exists(variant) or any(plan.zero_scale not in have for have in zero_scales):
@@ -312,12 +312,12 @@ def _lack(plan: Plan, variant: Variant, zero_scales: list[set[int]], asked: str)
       zero_scales: the scales of zero blocks that kernels of each format have.
       asked: its preprocessing, in words.
     """
-    of_kind = [*variants(variant.implementation, variant.op, variant.source, variant.kinds)]
-    if not of_kind:
+    of_mode = [*variants(variant.implementation, variant.op, variant.source, variant.modes)]
+    if not of_mode:
         return f" for {asked}" if asked else ""
-    of_form = [v for v in of_kind if v.form == plan.form]
+    of_form = [v for v in of_mode if v.form == plan.form]
     checks = [
-        ("form", str(plan.form), {str(v.form) for v in of_kind}),
+        ("form", str(plan.form), {str(v.form) for v in of_mode}),
         *(("format", f.name, {g.name for v in of_form for g in v.formats}) for f in plan.formats),
         *(("zero_scale", str(plan.zero_scale), {*map(str, have)}) for have in zero_scales),
         ("dtype", plan.dtype.name, {v.dtype for v in of_form}),

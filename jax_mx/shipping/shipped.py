@@ -58,7 +58,7 @@ def ships(variant: Variant) -> bool:
         if source.interleaved != (source.activation == "gpt_oss"):
             return False
     if variant.dtype != "bfloat16":  # weights in other floats
-        rotated = variant.changes_elements or not variant.kinds
+        rotated = variant.changes_elements or not variant.modes
         masters = variant.dtype == "float32" and variant.window == ROW
         plain = not source and (rotated or masters) and variant.form in OPERANDS
         return plain and formats in ({MXFP8_E4M3}, {MXFP4_E2M1})

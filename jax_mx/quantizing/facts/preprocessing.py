@@ -11,7 +11,7 @@ import math
 
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.windows import Window, lengths_of, of_kernels
-from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.modes import Mode
 
 SIZES = (16, 32, 64)  # of Hadamard transforms
 PRESCALES = (None, 0.75)
@@ -41,9 +41,9 @@ class Preprocessing:
     finds: bool = False
 
     @property
-    def kind(self) -> Kind:
+    def mode(self) -> Mode:
         """The part that changes a kernel's code."""
-        return Kind(
+        return Mode(
             self.hadamard, self.stochastic, of_kernels(self.window), self.dequantized, self.finds
         )
 

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.modes import Mode
 
 
 class Role(enum.Enum):
@@ -111,14 +111,14 @@ class HasArrays(Protocol):
         ...
 
 
-def _quantize(kinds: Sequence[Kind]) -> Signature:
-    return Signature((Array("x", Role.FLOATS), *_block_data(kinds)), _quantized(kinds))
+def _quantize(modes: Sequence[Mode]) -> Signature:
+    return Signature((Array("x", Role.FLOATS), *_block_data(modes)), _quantized(modes))
 
 
-def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
+def _block_data(modes: Sequence[Mode]) -> tuple[Array, ...]:
     return tuple(
         array
-        for i, mode in enumerate(kinds)
+        for i, mode in enumerate(modes)
         for array, there in (
             (Array(f"seeds_{i}", Role.BLOCK_DATA, i), mode.stochastic),
             (Array(f"signs_{i}", Role.BLOCK_DATA, i, optional=True), mode.hadamard > 0),
@@ -128,9 +128,9 @@ def _block_data(kinds: Sequence[Kind]) -> tuple[Array, ...]:
     )
 
 
-def _quantized(kinds: Sequence[Kind]) -> tuple[Array, ...]:
+def _quantized(modes: Sequence[Mode]) -> tuple[Array, ...]:
     arrays: list[Array] = []
-    for i, mode in enumerate(kinds):
+    for i, mode in enumerate(modes):
         if mode.dequantized:
             arrays.append(Array(f"dequantized_{i}", Role.FLOATS, i))
         else:
@@ -138,8 +138,8 @@ def _quantized(kinds: Sequence[Kind]) -> tuple[Array, ...]:
     return tuple(arrays)
 
 
-def _dequantize(kinds: Sequence[Kind]) -> Signature:
-    del kinds  # dequantizing undoes no preprocessing
+def _dequantize(modes: Sequence[Mode]) -> Signature:
+    del modes  # dequantizing undoes no preprocessing
     return Signature(
         operands=(Array("codes_0", Role.CODES), Array("scales_0", Role.SCALES)),
         results=(Array("y", Role.FLOATS),),
@@ -158,8 +158,8 @@ def _epilogue(*names: str) -> tuple[Array, ...]:
     return tuple(Array(name, Role.REPLICATED, dtype="float32", optional=True) for name in names)
 
 
-def _matmul(kinds: Sequence[Kind]) -> Signature:
-    del kinds
+def _matmul(modes: Sequence[Mode]) -> Signature:
+    del modes
     return Signature(
         operands=(
             Array("x", Role.FLOATS),
@@ -173,9 +173,9 @@ def _matmul(kinds: Sequence[Kind]) -> Signature:
 
 
 def _matmul_fp8(
-    kinds: Sequence[Kind], optional: bool = True, epilogue: Sequence[str] = EPILOGUE
+    modes: Sequence[Mode], optional: bool = True, epilogue: Sequence[str] = EPILOGUE
 ) -> Signature:
-    del kinds
+    del modes
     return Signature(
         operands=(
             Array("x_codes", Role.CODES),
@@ -189,12 +189,12 @@ def _matmul_fp8(
     )
 
 
-def _wgrad_fp8(kinds: Sequence[Kind]) -> Signature:
-    return _matmul_fp8(kinds, optional=False, epilogue=("added",))
+def _wgrad_fp8(modes: Sequence[Mode]) -> Signature:
+    return _matmul_fp8(modes, optional=False, epilogue=("added",))
 
 
-def _wgrad(kinds: Sequence[Kind]) -> Signature:
-    del kinds
+def _wgrad(modes: Sequence[Mode]) -> Signature:
+    del modes
     return Signature(
         operands=(
             Array("x", Role.FLOATS),
@@ -206,8 +206,8 @@ def _wgrad(kinds: Sequence[Kind]) -> Signature:
     )
 
 
-def _amaxes(kinds: Sequence[Kind]) -> Signature:
-    del kinds
+def _amaxes(modes: Sequence[Mode]) -> Signature:
+    del modes
     return Signature(
         operands=(Array("x", Role.FLOATS),),
         results=tuple(
@@ -216,7 +216,7 @@ def _amaxes(kinds: Sequence[Kind]) -> Signature:
     )
 
 
-SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
+SIGNATURES: Mapping[str, Callable[[Sequence[Mode]], Signature]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
     "matmul": _matmul,
@@ -227,16 +227,16 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Kind]], Signature]] = {
 }
 
 
-def signature_of(op: str, kinds: Sequence[Kind] = (), source: HasArrays | None = None) -> Signature:
+def signature_of(op: str, modes: Sequence[Mode] = (), source: HasArrays | None = None) -> Signature:
     """The signature of a call of `op`.
 
     Args:
       op: a key of `SIGNATURES`.
-      kinds: the preprocessing of each direction, one each also where there is none; products have
+      modes: the preprocessing of each direction, one each also where there is none; products have
         none.
       source: of the floats; None where the floats are the first operand.
     """
-    plain = SIGNATURES[op](kinds)
+    plain = SIGNATURES[op](modes)
     if not source:
         return plain
     _, *others = plain.operands

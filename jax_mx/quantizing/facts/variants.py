@@ -23,7 +23,7 @@ from jax_mx.formats.formats import (
 )
 from jax_mx.formats.windows import ROW, SQUARE, TILE, Window
 from jax_mx.quantizing.facts.binary import Compiled
-from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.modes import Mode
 from jax_mx.quantizing.facts.signatures import Role, Signature, signature_of
 from jax_mx.quantizing.facts.sources import Source, X
 
@@ -37,7 +37,7 @@ class Variant(Compiled):
       form: which axes blocks run along and which way arrays lie.
       dtype: of the unquantized side.
       formats: of the quantized arrays, one each.
-      kinds: how the elements of each are preprocessed, their windows, and whether they come out
+      modes: how the elements of each are preprocessed, their windows, and whether they come out
         dequantized; () where there is nothing of that.
       source: of the floats.
     """
@@ -45,14 +45,14 @@ class Variant(Compiled):
     form: Form
     dtype: str
     formats: tuple[Format, ...]
-    kinds: tuple[Kind, ...] = ()
+    modes: tuple[Mode, ...] = ()
     source: Source = X
 
     @property
     def signature(self) -> Signature:
         """The arrays of its call, see quantizing/facts/signatures.py."""
-        kinds = self.kinds or (Kind(),) * len(self.formats)
-        return signature_of(self.op, kinds, self.source)
+        modes = self.modes or (Mode(),) * len(self.formats)
+        return signature_of(self.op, modes, self.source)
 
     @property
     def block_data(self) -> int:
@@ -62,30 +62,30 @@ class Variant(Compiled):
     @property
     def changes_elements(self) -> bool:
         """Whether some of its arrays' elements are transformed, or rounded at random."""
-        return any(mode.changes_elements for mode in self.kinds)
+        return any(mode.changes_elements for mode in self.modes)
 
     @property
     def gives_floats(self) -> bool:
         """Whether floats come out of it, in place of the codes of some result."""
-        return any(mode.dequantized for mode in self.kinds)
+        return any(mode.dequantized for mode in self.modes)
 
     @property
     def finds_amaxes(self) -> bool:
         """Whether it finds the amaxes of windows that are rows itself."""
-        return any(mode.finds for mode in self.kinds)
+        return any(mode.finds for mode in self.modes)
 
     @property
     def window(self) -> Window:
         """The elements that share an amax; all arrays of a variant have the same."""
-        return self.kinds[0].window if self.kinds else BLOCK
+        return self.modes[0].window if self.modes else BLOCK
 
     @property
     def name(self) -> str:
         """The name, which the binary's file and its entry points carry too."""
         formats = "_".join(format.name for format in self.formats)
-        kinds = "".join(mode.suffix or "_rn" for mode in self.kinds)
+        modes = "".join(mode.suffix or "_rn" for mode in self.modes)
         source = f"_{self.source}" * bool(self.source)
-        return f"{self.op}_{self.form}_{self.dtype}_{formats}{kinds}{source}"
+        return f"{self.op}_{self.form}_{self.dtype}_{formats}{modes}{source}"
 
 
 def scale_layouts_of(implementation: str, formats: Sequence[Format]) -> tuple[str, ...]:
@@ -145,10 +145,10 @@ def _dtypes(formats: tuple[Format, ...]) -> Iterable[str]:
 
 
 # Recipes of training rotate and round in MXFP4; of both directions often one alone.
-_H16, _SR, _H16_SR = Kind(16), Kind(stochastic=True), Kind(16, stochastic=True)
-_KINDS: Mapping[int, tuple[tuple[Kind, ...], ...]] = {
-    1: ((_H16,), (Kind(32),), (Kind(64),), (_SR,), (_H16_SR,)),
-    2: ((Kind(), _H16), (_SR, _H16_SR), *((mode,) * 2 for mode in (_H16, Kind(64), _SR, _H16_SR))),
+_H16, _SR, _H16_SR = Mode(16), Mode(stochastic=True), Mode(16, stochastic=True)
+_MODES: Mapping[int, tuple[tuple[Mode, ...], ...]] = {
+    1: ((_H16,), (Mode(32),), (Mode(64),), (_SR,), (_H16_SR,)),
+    2: ((Mode(), _H16), (_SR, _H16_SR), *((mode,) * 2 for mode in (_H16, Mode(64), _SR, _H16_SR))),
 }
 
 
@@ -164,49 +164,49 @@ def _windows(implementation: str, form: Form) -> tuple[Window, ...]:
 # `fake_quantize` and products of bfloat16 take floats in place of codes. The other result is, for
 # activations and weights, the codes that wait for the backward pass, and for a gradient the floats
 # of the other product.
-_DEQUANTIZED = Kind(dequantized=True)
-_FAKE: Mapping[Form, tuple[tuple[Kind, ...], ...]] = {
+_DEQUANTIZED = Mode(dequantized=True)
+_FAKE: Mapping[Form, tuple[tuple[Mode, ...], ...]] = {
     directions.LAST: ((_DEQUANTIZED,),),
     directions.SECOND: ((_DEQUANTIZED,),),
-    directions.BOTH: ((_DEQUANTIZED, _DEQUANTIZED), (Kind(), _DEQUANTIZED)),
-    directions.BOTH_TRANSPOSED: ((_DEQUANTIZED, Kind()),),
+    directions.BOTH: ((_DEQUANTIZED, _DEQUANTIZED), (Mode(), _DEQUANTIZED)),
+    directions.BOTH_TRANSPOSED: ((_DEQUANTIZED, Mode()),),
 }
 
 
-def kinds_of(variant: Variant) -> Iterator[tuple[Kind, ...]]:
-    """All `kinds` that kernels of x itself have beside the other fields of a variant."""
+def modes_of(variant: Variant) -> Iterator[tuple[Mode, ...]]:
+    """All `modes` that kernels of x itself have beside the other fields of a variant."""
     yield ()
     if variant.op != "quantize":
         return
     form, formats, bfloat16 = variant.form, variant.formats, variant.dtype == "bfloat16"
     if {*formats} == {MXFP4_E2M1} and not form.is_square and (bfloat16 or form == directions.LAST):
-        yield from _KINDS[len(formats)]
+        yield from _MODES[len(formats)]
     eights = {format.bits for format in formats} == {8}
     if variant.dtype == "float32" and eights:  # weights' masters
-        yield from _kinds_of_rows(variant)
-    yield from _kinds_of_squares(variant)
+        yield from _modes_of_rows(variant)
+    yield from _modes_of_squares(variant)
     if not bfloat16:
         return
     if formats == _MIXED:  # `mxfp4_backward` of activations
-        yield Kind(), _H16
+        yield Mode(), _H16
     if formats == _MIXED[::-1]:  # and of weights, whose rows are contracted first
-        yield _H16, Kind()
+        yield _H16, Mode()
     if eights:  # products by FP8 tensor cores want windows
         for window in _windows(variant.implementation, form):
-            yield (Kind(window=window),) * len(formats)
-        yield from _kinds_of_rows(variant)
+            yield (Mode(window=window),) * len(formats)
+        yield from _modes_of_rows(variant)
     if len({*formats}) == 1 and formats[0].bits != 6:
         yield from _FAKE.get(form, ())
 
 
-def _kinds_of_squares(variant: Variant) -> Iterator[tuple[Kind, ...]]:
+def _modes_of_squares(variant: Variant) -> Iterator[tuple[Mode, ...]]:
     """Square blocks for each reader of a weight, in one format that products take."""
     one = len({*variant.formats}) == 1 and variant.formats[0].bits != 6
     if one and variant.implementation == "cutedsl" and variant.form == directions.BOTH_TRANSPOSED:
-        yield (Kind(window=SQUARE),) * 2
+        yield (Mode(window=SQUARE),) * 2
 
 
-def _kinds_of_rows(variant: Variant) -> Iterator[tuple[Kind, ...]]:
+def _modes_of_rows(variant: Variant) -> Iterator[tuple[Mode, ...]]:
     """Kinds of windows that are rows: with amaxes, and on NVIDIA without them along the last axis.
 
     AMD has none of float32.
@@ -215,9 +215,9 @@ def _kinds_of_rows(variant: Variant) -> Iterator[tuple[Kind, ...]]:
     if form.is_square or not (is_cutedsl or variant.dtype == "bfloat16"):
         return
     if variant.dtype == "bfloat16" or form in OPERANDS:
-        yield (Kind(window=ROW),) * len(variant.formats)
+        yield (Mode(window=ROW),) * len(variant.formats)
     if is_cutedsl and form == directions.LAST:
-        yield (Kind(window=ROW, finds=True),)
+        yield (Mode(window=ROW, finds=True),)
 
 
 def exists(variant: Variant, arch: str = "") -> bool:
@@ -225,7 +225,7 @@ def exists(variant: Variant, arch: str = "") -> bool:
     formats = _FORMATS[len(variant.form.directions)]
     plain = variant.form in KERNELS.get(variant.op, ()) and variant.formats in formats
     plain = plain and variant.dtype in _dtypes(variant.formats)
-    if not (plain and variant.kinds in kinds_of(variant)):
+    if not (plain and variant.modes in modes_of(variant)):
         return False
     if variant.source:
         is_fused = variant.op == "quantize" and variant.source.has_kernel(variant)
@@ -238,22 +238,22 @@ def variants(
     implementation: str,
     op: str,
     source: Source = X,
-    kinds: tuple[Kind, ...] | None = None,
+    modes: tuple[Mode, ...] | None = None,
 ) -> Iterator[Variant]:
-    """All variants that exist with these fields; with `kinds` those alone.
+    """All variants that exist with these fields; with `modes` those alone.
 
     Args:
       implementation: see `Variant`.
       op: "quantize" or "dequantize".
       source: of the floats.
-      kinds: of all arrays; None: any.
+      modes: of all arrays; None: any.
     """
     for form in KERNELS.get(op, ()):
         for formats in _FORMATS[len(form.directions)]:
             for dtype in FLOAT_DTYPES:
                 plain = Variant(op, implementation, form, dtype, formats)
-                for its_kinds in kinds_of(plain) if kinds is None else (kinds,):
-                    variant = dataclasses.replace(plain, kinds=its_kinds, source=source)
+                for its_modes in modes_of(plain) if modes is None else (modes,):
+                    variant = dataclasses.replace(plain, modes=its_modes, source=source)
                     if exists(variant):
                         yield variant
 
@@ -299,7 +299,7 @@ def _holds(arch: str, variant: Variant) -> bool:
     if variant.window == SQUARE:
         return arch == "sm_100f"
     both = variant.implementation == "cutedsl" and variant.form.is_both
-    floats = variant.kinds == (_DEQUANTIZED,) * 2 and variant.source == X
+    floats = variant.modes == (_DEQUANTIZED,) * 2 and variant.source == X
     if arch == "sm_120f" and floats and variant.formats[0] == MXFP4_E2M1:
         return False
     return not (both and variant.window == 256 and arch == "sm_80")

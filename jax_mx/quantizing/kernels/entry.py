@@ -6,7 +6,7 @@ from typing import Any
 from jax_mx.formats.formats import FLOAT_DTYPES
 from jax_mx.formats.layouts import ScaleLayout
 from jax_mx.launch.entry import Entry
-from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.modes import Mode
 from jax_mx.quantizing.facts.signatures import Array, Role, Signature
 from jax_mx.quantizing.facts.variants import Variant, takes_zero_scale, value_layouts_of
 from jax_mx.quantizing.kernels import geometry
@@ -86,9 +86,9 @@ class QuantizerEntry(Entry):
             for i, format in enumerate(self.formats)
             for name in self.NAMES
             if name != "zero_scale" or takes_zero_scale(format)
-            if name != "prescale" or self.kind(i).stochastic
-            if name != "flips" or self.kind(i).hadamard
-            if name != "flips_odd" or self.kind(i).blocks > 1
+            if name != "prescale" or self.mode(i).stochastic
+            if name != "flips" or self.mode(i).hadamard
+            if name != "flips_odd" or self.mode(i).blocks > 1
             if name != "value_tiles" or self.tiles_values
         ]
         return [*self.extents, *([4, name] for name in (*names, *self.source.scalars))]
@@ -111,9 +111,9 @@ class QuantizerEntry(Entry):
         """Whether a result's scales lie the other way round than x."""
         return geometry.is_turned(result.direction, self.layout)
 
-    def kind(self, i: int) -> Kind:
+    def mode(self, i: int) -> Mode:
         """The preprocessing of the i-th quantized array."""
-        return self.variant.kinds[i] if self.variant.kinds else Kind()
+        return self.variant.modes[i] if self.variant.modes else Mode()
 
     def of_result(self, scalars: Sequence, i: int) -> dict[str, Any]:
         """The kernel's scalars that belong to the i-th result, by name."""

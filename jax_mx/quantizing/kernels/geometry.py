@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jax_mx.formats.directions import Blocks, Direction, Form
 from jax_mx.formats.formats import BLOCK, Format
 from jax_mx.formats.layouts import SHUFFLED_16X16, Layout
-from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.modes import Mode
 from jax_mx.quantizing.facts.signatures import Signature
 
 ALL = (0, 99)  # from a buffer's first dimension to its last
@@ -151,9 +151,9 @@ class Output:
         return (count, 1) if self.direction.packs_down else (1, count)
 
 
-def outputs_of(form: Form, formats: Sequence[Format], kinds: Sequence[Kind] = ()) -> list[Output]:
-    """The quantized arrays of a form, in its order; `kinds`: their preprocessing, or none."""
-    dequantized = [mode.dequantized for mode in kinds] or [False] * len(formats)
+def outputs_of(form: Form, formats: Sequence[Format], modes: Sequence[Mode] = ()) -> list[Output]:
+    """The quantized arrays of a form, in its order; `modes`: their preprocessing, or none."""
+    dequantized = [mode.dequantized for mode in modes] or [False] * len(formats)
     results = zip(formats, form.directions, dequantized, strict=True)
     return [Output(*facts) for facts in results]
 

@@ -57,7 +57,7 @@ class GradientSource(Source):
     def fused(self, variant: Variant) -> bool:
         """Both ways; sums in the formats that recipes give gradients."""
         if variant.gives_floats:
-            both = all(mode.dequantized for mode in variant.kinds)
+            both = all(mode.dequantized for mode in variant.modes)
             return self == GradientSource() and variant.form == BOTH and both
         if variant.form != BOTH_TRANSPOSED or variant.dtype != "bfloat16":
             return False

@@ -33,7 +33,7 @@ class RowsSource(Source):
     def fused(self, variant: Variant) -> bool:
         """Tokens are bfloat16; amaxes of whole rows of x are no kernel's."""
         if variant.gives_floats:
-            return variant.form != SECOND and variant.kinds[0].dequantized
+            return variant.form != SECOND and variant.modes[0].dequantized
         plain = not variant.changes_elements and variant.window != ROW
         return variant.dtype == "bfloat16" and plain and not differ_in_bits(variant.formats)
 

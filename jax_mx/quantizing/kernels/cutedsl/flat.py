@@ -5,7 +5,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, rang
 
 from jax_mx.formats.formats import BLOCK, Format
 from jax_mx.formats.windows import ROW, blocks_of
-from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.modes import Mode
 from jax_mx.quantizing.kernels import geometry
 from jax_mx.quantizing.kernels.cutedsl import activations, convert, preprocessed
 from jax_mx.quantizing.kernels.cutedsl.kernel import (
@@ -42,7 +42,7 @@ class WholeBlocks(Kernel):
           extra: see `extra`.
           share: the place of these elements in their block.
         """
-        mode: cutlass.Constexpr = self.kind(o)
+        mode: cutlass.Constexpr = self.mode(o)
         # The dtype of the elements that are scaled.
         dtype: cutlass.Constexpr = "float32" if mode.hadamard else self.dtype
         (loaded, known), (prescale, *flips) = data, extra
@@ -93,7 +93,7 @@ class WholeBlocks(Kernel):
         """
         return [scalars.get(name, Int32(0)) for name in ("prescale", "flips", "flips_odd")]
 
-    def preprocessed_codes(self, mode: Kind, floats: list, by, loaded: list, share, into) -> None:
+    def preprocessed_codes(self, mode: Mode, floats: list, by, loaded: list, share, into) -> None:
         """Puts words of the e2m1 codes of floats times a block's factor into a fragment."""
         if mode.stochastic:
             packed = preprocessed.random_codes(floats, by, loaded[0], share)
@@ -151,7 +151,7 @@ class Flat(WholeBlocks):
         self.tile = tile or Strip(**self.tuned(name))
         self.elements_per_thread = self.tile.elements * self.tile.unroll
         self.threads = self.tile.threads
-        self.dequantized = self.kind(0).dequantized
+        self.dequantized = self.mode(0).dequantized
         outs = "dequantized_0" if self.dequantized else "scales_0"
         x, out = map(self.signature.number, ("x", outs))
         lengths = geometry.length_of(x), geometry.length_of(out)
@@ -218,7 +218,7 @@ class Flat(WholeBlocks):
                 self.make(arrays, scalars, mX, rX[None, u], where)
             elif inside:
                 load(mX[steps[u], None], rX[None, u], self.kept)
-            data_of_steps.append(preprocessed.load(self.kind(0), data, block, inside))
+            data_of_steps.append(preprocessed.load(self.mode(0), data, block, inside))
 
         for u in range_constexpr(unroll):
             rW = cute.recast_tensor(rX[None, u], Uint32)
@@ -326,7 +326,7 @@ class Flat(WholeBlocks):
     def with_pairs(self, place):
         """A place of the thread block's, such that neighbours have a transform's two blocks."""
         stride = self.layout.column_stride
-        if self.kind(0).blocks == 1 or stride == 1:
+        if self.mode(0).blocks == 1 or stride == 1:
             return place
         return place // (2 * stride) * (2 * stride) + place % 2 * stride + place // 2 % stride
 

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Float32, Int32, Uint32, const_expr, cute, range_constexpr
 
 from jax_mx.formats.formats import BLOCK
-from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.modes import Mode
 from jax_mx.quantizing.kernels import noise
 from jax_mx.quantizing.kernels.cutedsl import convert
 
@@ -47,7 +47,7 @@ def load(mode: cutlass.Constexpr, pointers, block, inside):
     return loaded, known
 
 
-def elements(mode: Kind, dtype: str, words: list, place: Place, prescale: Int32) -> list:
+def elements(mode: Mode, dtype: str, words: list, place: Place, prescale: Int32) -> list:
     """Elements in float32 from words in memory, which are `flipped`, without the last `factor`.
 
     Small elements need more than this factor: see `settled`.
@@ -64,21 +64,21 @@ def elements(mode: Kind, dtype: str, words: list, place: Place, prescale: Int32)
     return floats
 
 
-def is_exact(mode: Kind, dtype: str) -> bool:
+def is_exact(mode: Mode, dtype: str) -> bool:
     """Whether elements times `factor` are exact where they are normal numbers."""
     if mode.hadamard:
         return mode.hadamard in (16, 64)
     return dtype != "float32"
 
 
-def factor(mode: Kind, dtype: str, prescale: Int32) -> Float32:
+def factor(mode: Mode, dtype: str, prescale: Int32) -> Float32:
     """The remaining factor of elements, which is multiplied together with their block's."""
     if not is_exact(mode, dtype):
         return Float32(1.0)
     return Float32(mode.hadamard**-0.5) if mode.hadamard else _or_one(prescale)
 
 
-def finished(mode: Kind, dtype: str, value: Float32, prescale: Int32) -> Float32:
+def finished(mode: Mode, dtype: str, value: Float32, prescale: Int32) -> Float32:
     """An element after all multiplications, each of which turns subnormals into zeros."""
     if not is_exact(mode, dtype):
         return value
@@ -87,7 +87,7 @@ def finished(mode: Kind, dtype: str, value: Float32, prescale: Int32) -> Float32
     return _times_if_any(value, prescale)
 
 
-def settled(mode: Kind, dtype: str, value: Float32, prescale: Int32) -> Float32:
+def settled(mode: Mode, dtype: str, value: Float32, prescale: Int32) -> Float32:
     """An element, or zero if it is one after all multiplications."""
     done = finished(mode, dtype, value, prescale)
     return Float32(cutlass.select_(done == Float32(0.0), done, value))

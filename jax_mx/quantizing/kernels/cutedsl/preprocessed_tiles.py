@@ -132,7 +132,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
             m, number = tile_m * self.tile.rows + row, tile_k * blocks_across + block
             inside = (m < blocks_m * BLOCK) & (number < k // BLOCK)
             where = (Int64(batch) * (blocks_m * BLOCK) + m) * (k // BLOCK) + number
-            block_data = preprocessed.load(self.kind(o), result_data.data, where, inside)
+            block_data = preprocessed.load(self.mode(o), result_data.data, where, inside)
             held = [rW[i] for i in range(16)]
             share = preprocessed.Place(Int32(0), 1, BLOCK, block % 2)
             packed, scale = self.quantized(
@@ -152,7 +152,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         pairs: cutlass.Constexpr = self.tile.cols // 2
         (sS, sV), (batch, tile_m, tile_k, blocks_m, k) = staged, at
         block, pair = tid // pairs, tid % pairs
-        if const_expr(self.kind(o).blocks > 1):  # neighbours have a transform's two blocks
+        if const_expr(self.mode(o).blocks > 1):  # neighbours have a transform's two blocks
             block, pair = tid % self.tile.down, tid // self.tile.down
         column_pairs = [
             sX[pair % 4, (pair // 4) ^ (r % CHUNKS), block * BLOCK + r] for r in range(BLOCK)
@@ -162,7 +162,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
         both = []
         for c in range_constexpr(2):
             inside = (number < blocks_m) & (left + c < k)
-            block_data = preprocessed.load(self.kind(o), result_data.data, where + c, inside)
+            block_data = preprocessed.load(self.mode(o), result_data.data, where + c, inside)
             half: cutlass.Constexpr = 0x7632 if c else 0x5410
             held = [convert.bytes_of(*column_pairs[r : r + 2], half) for r in range(0, BLOCK, 2)]
             share = preprocessed.Place(Int32(0), 1, BLOCK, block % 2)

@@ -136,7 +136,7 @@ class Tiled(Kernel):
         super().__init__(*entry)
         self.tile = tile or Tiling(**self.tuned(type(self).__name__))
         form = self.variant.form
-        self.results = geometry.outputs_of(form, self.formats, self.variant.kinds)
+        self.results = geometry.outputs_of(form, self.formats, self.variant.modes)
         self.outputs = len(self.results)
         self.vector = 16 // self.itemsize  # elements of one load
         self.lanes = 64 // self.vector  # across a warp

@@ -42,14 +42,14 @@ class Flat(Kernel):
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
         self.blocks = self.tuned("Flat")["waves"] * WAVE  # of a workgroup
-        self.group = self.kind(0).blocks  # blocks that are a lane's, neighbours
+        self.group = self.mode(0).blocks  # blocks that are a lane's, neighbours
         self.sharers = self.group * BLOCK * self.itemsize // 16  # lanes that share these
         self.chunks = self.sharers
         self.per_chunk = WAVE // self.sharers  # groups of a round
         self.apart = self.per_chunk  # from a lane's group to that of its next round
         self.threads = self.blocks // self.group
         self.elements_per_thread = self.group * BLOCK
-        self.dequantized = self.kind(0).dequantized
+        self.dequantized = self.mode(0).dequantized
         out = self.signature.number("dequantized_0" if self.dequantized else "scales_0")
         grid = geometry.flat_grid_of if self.dequantized else geometry.flat_grid
         self.grid = grid(out, self.blocks)
@@ -239,7 +239,7 @@ class PreprocessedFlat(Flat):
         data = self.block_data(arrays, 0)
         sizes = scalars[: len(self.extents)]
         settings = {name: Uint32(n) for name, n in self.of_result(scalars, 0).items()}
-        rule, tiles, mode = self.rule(settings), settings["value_tiles"], self.kind(0)
+        rule, tiles, mode = self.rule(settings), settings["value_tiles"], self.mode(0)
         prescale = settings.get("prescale", Uint32(0))
         preprocessed.flush_subnormals(mode, prescale)
         format, lane, thread = self.formats[0], convert.lane_id(), Uint32(Int32(fx.thread_idx.x))
@@ -274,7 +274,7 @@ class PreprocessedFlat(Flat):
     def codes(self, elements: list, scalings: list, loaded: list) -> list:
         """The words of the codes of a lane's blocks."""
         return [
-            preprocessed.codes(self.kind(0), pairs, inverse, block_data, self.formats[0], self.arch)
+            preprocessed.codes(self.mode(0), pairs, inverse, block_data, self.formats[0], self.arch)
             for pairs, (_, inverse), block_data in zip(elements, scalings, loaded, strict=True)
         ]
 

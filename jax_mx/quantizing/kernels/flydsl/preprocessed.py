@@ -12,13 +12,13 @@ from flydsl._mlir.dialects import llvm
 from flydsl.expr import Float32, Uint32, Uint64
 
 from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, Format
-from jax_mx.quantizing.facts.kinds import Kind
+from jax_mx.quantizing.facts.modes import Mode
 from jax_mx.quantizing.kernels import noise
 from jax_mx.quantizing.kernels.flydsl import convert
 from jax_mx.quantizing.kernels.flydsl.kernel import load_words
 
 
-def flush_subnormals(mode: Kind, prescale: Uint32) -> None:
+def flush_subnormals(mode: Mode, prescale: Uint32) -> None:
     """Makes subnormal float32 operands and results zeros of their sign, from here on.
 
     A kernel calls this before it computes with x. Elements that are neither rotated nor multiplied
@@ -32,7 +32,7 @@ def flush_subnormals(mode: Kind, prescale: Uint32) -> None:
 
 
 def data_of_blocks(
-    mode: Kind, words: list, settings: Mapping[str, Uint32], start, blocks: Iterable
+    mode: Mode, words: list, settings: Mapping[str, Uint32], start, blocks: Iterable
 ) -> list[list[Uint32]]:
     """The seed and the flips, as far as the kind has them, of each of a lane's blocks.
 
@@ -64,7 +64,7 @@ def _word(words, start, block) -> Uint32:
     return Uint32(load_words(words + start * 4, block * 4, 1, 4)[0])
 
 
-def elements(mode: Kind, dtype: str, blocks: list, loaded: list, prescale: Uint32) -> list:
+def elements(mode: Mode, dtype: str, blocks: list, loaded: list, prescale: Uint32) -> list:
     """The pairs of blocks as they are scaled, from their words in memory; of whole groups."""
     pairs = []
     for group, data in zip(_groups(mode, blocks), _groups(mode, loaded), strict=True):
@@ -75,7 +75,7 @@ def elements(mode: Kind, dtype: str, blocks: list, loaded: list, prescale: Uint3
     return pairs
 
 
-def elements_of_two(mode: Kind, dtype: str, columns: list, loaded: list, prescale: Uint32) -> list:
+def elements_of_two(mode: Mode, dtype: str, columns: list, loaded: list, prescale: Uint32) -> list:
     """`elements` of two blocks of 16 bits, in words that have one of each."""
     if mode.hadamard:
         columns = _flipped_beside(columns, *(block_data[-1] for block_data in loaded))
@@ -85,12 +85,12 @@ def elements_of_two(mode: Kind, dtype: str, columns: list, loaded: list, prescal
     ]
 
 
-def _groups(mode: Kind, blocks: Sequence) -> list:
+def _groups(mode: Mode, blocks: Sequence) -> list:
     n = mode.blocks
     return [blocks[i : i + n] for i in range(0, len(blocks), n)]
 
 
-def _preprocessed(mode: Kind, group: list, prescale: Uint32) -> list:
+def _preprocessed(mode: Mode, group: list, prescale: Uint32) -> list:
     halves = [(floats[: BLOCK // 2], floats[BLOCK // 2 :]) for floats in group]
     group = [[_pair(*two) for two in zip(*both, strict=True)] for both in halves]
     if mode.hadamard:
@@ -109,7 +109,7 @@ def scale_of(pairs: list, format: Format, rule: list, arch: str) -> tuple[Uint32
 
 
 def codes(
-    mode: Kind, pairs: list, inverse: Uint32, loaded: list, format: Format, arch: str
+    mode: Mode, pairs: list, inverse: Uint32, loaded: list, format: Format, arch: str
 ) -> list[Uint32]:
     """The words of a block's codes."""
     values, poison = scaled(pairs, inverse), convert.poison([inverse], [1, 1, 1, 1])

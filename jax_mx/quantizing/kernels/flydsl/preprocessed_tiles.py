@@ -59,7 +59,7 @@ class PreprocessedTiled(Tiled):
         for i, row in enumerate(rows):
             to = shared_pointer(x, self.place_of_x(top + i, across), Uint32, 16)
             fx.generic_store(to, fx.Vector.from_elements(row, Uint32))
-        if const_expr(self.kind(-1).blocks > 1):
+        if const_expr(self.mode(-1).blocks > 1):
             gpu.barrier()
         else:
             share_in_wave()
@@ -68,7 +68,7 @@ class PreprocessedTiled(Tiled):
             if const_expr(self.is_plain(o)):
                 outputs.append([])
                 continue
-            preprocessed.flush_subnormals(self.kind(o), settings[o].get("prescale", Uint32(0)))
+            preprocessed.flush_subnormals(self.mode(o), settings[o].get("prescale", Uint32(0)))
             outputs.append(self.quantized(o, x, places[o], settings[o], data[o]))
             if const_expr(result.blocks is Blocks.LAST):
                 # No store passes a change of the mode, so neither does what it depends on.
@@ -121,12 +121,12 @@ class PreprocessedTiled(Tiled):
 
         Eight lanes read at once, four or two of them in one row.
         """
-        chunk = chunk ^ chunk // Uint32(8) ^ row % Uint32(2 * self.kind(0).blocks) * Uint32(2)
+        chunk = chunk ^ chunk // Uint32(8) ^ row % Uint32(2 * self.mode(0).blocks) * Uint32(2)
         return Int32(row * (TILE * self.itemsize) + chunk * 16)
 
     def places(self, o: int, wave, lane) -> list:
         """(row, column) in the tile where a lane's two blocks begin, for the o-th result."""
-        top, grouped = wave * BLOCK, self.kind(o).blocks > 1
+        top, grouped = wave * BLOCK, self.mode(o).blocks > 1
         if self.results[o].blocks is Blocks.LAST:
             if grouped:
                 return [(top + lane // 2, (lane % 2 * 2 + i) * BLOCK) for i in range(2)]
@@ -138,13 +138,13 @@ class PreprocessedTiled(Tiled):
 
     def down(self, o: int, wave, i: int):
         """The number of a lane's i-th block among the tile's blocks down a column."""
-        return wave // 2 * 2 + i if self.kind(o).blocks > 1 else wave
+        return wave // 2 * 2 + i if self.mode(o).blocks > 1 else wave
 
     def data(self, arrays, places: list, settings: list, at: Tile) -> list:
         """Per result, what `data_of_blocks` gives for a lane's two blocks."""
         loaded = []
         for o, result in enumerate(self.results):
-            mode, mine = self.kind(o), self.block_data(arrays, o)
+            mode, mine = self.mode(o), self.block_data(arrays, o)
             blocks = (self.number(result, begin, at) for begin in places[o])
             loaded.append(preprocessed.data_of_blocks(mode, mine, settings[o], Int64(0), blocks))
         return loaded
@@ -164,7 +164,7 @@ class PreprocessedTiled(Tiled):
 
     def quantized(self, o: int, x, places: list, settings, data: list) -> list:
         """(scale, words of codes) of a lane's two blocks, for the o-th result."""
-        mode, result, rule = self.kind(o), self.results[o], self.rule(settings)
+        mode, result, rule = self.mode(o), self.results[o], self.rule(settings)
         prescale, outputs = settings.get("prescale", Uint32(0)), []
         if result.blocks is Blocks.LAST:
             rows = [self.row_of(x, *begin) for begin in places]
@@ -190,7 +190,7 @@ class PreprocessedTiled(Tiled):
     def columns_of(self, x, places: list) -> list:
         """Words of an element of either block, 32 of them."""
         column_words, dtype = [], Uint16
-        if self.kind(-1).blocks == 1:  # neighbours, the first in an even column
+        if self.mode(-1).blocks == 1:  # neighbours, the first in an even column
             places, dtype = places[:1], Uint32
         for i in range(BLOCK):
             pieces = []
@@ -209,7 +209,7 @@ class PreprocessedTiled(Tiled):
                 to = shared_pointer(values, Int32(self.staged(col, line, 2)), Uint32, 16)
                 fx.generic_store(to, fx.Vector.from_elements(codes, Uint32))
             return
-        if self.kind(-1).blocks > 1:
+        if self.mode(-1).blocks > 1:
             for codes, line, col in zip(columns, lines, cols, strict=True):
                 bytes_ = fx.Vector.from_elements(codes, Uint32).bitcast(Uint8)
                 for i in range(16):
@@ -255,7 +255,7 @@ class PreprocessedTiled(Tiled):
         wave, lane = who
         codes = [block_codes for _, block_codes in outputs]
         lines = [(row, col // 2) for row, col in places]
-        if self.kind(o).blocks > 1:  # so that neighbours write side by side
+        if self.mode(o).blocks > 1:  # so that neighbours write side by side
             codes = shared_by_four(codes, lane)
             row = wave * BLOCK + lane // 4 * 2
             lines = [(row + i, lane % 4 * 16) for i in range(2)]

@@ -76,7 +76,7 @@ class Tiled(Kernel):
         self.in_window = blocks_of(variant.window)  # blocks, along each of its axes
         self.high = max(TILE, BLOCK * self.in_window)  # rows of a workgroup
         self.threads = WAVE * self.high // BLOCK
-        self.results = geometry.outputs_of(form, variant.formats, variant.kinds)
+        self.results = geometry.outputs_of(form, variant.formats, variant.modes)
         self.vector = 16 // self.itemsize
         self.lanes = TILE // self.vector
         self.rows = BLOCK * self.lanes // WAVE

@@ -6,7 +6,7 @@ from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.windows import ROW, Window, suffix_of
 
 
-class Kind(NamedTuple):
+class Mode(NamedTuple):
     """The part of an array's preprocessing (preprocessing.py) that changes a kernel's code.
 
     Attributes:
