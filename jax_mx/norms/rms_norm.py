@@ -105,9 +105,9 @@ def rms_norm(
             "an order that it decides; make the others symbolic"
         )
     if weight is not None:
-        weight = _beside(op, "weight", weight, (x.shape[-1],))
+        weight = _array_in_shape(op, "weight", weight, (x.shape[-1],))
     if residual is not None:
-        residual = _beside(op, "residual", residual, x.shape)
+        residual = _array_in_shape(op, "residual", residual, x.shape)
         if residual.dtype != x.dtype:
             raise TypeError(f"{op}: x is {x.dtype}, residual is {residual.dtype}; convert one")
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating):
@@ -140,7 +140,7 @@ def rms_norm(
     )
 
 
-def _beside(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+def _array_in_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
     """An array of floats of this shape.
 
     Raises:

@@ -109,13 +109,13 @@ class Shared:
         self.size = size
         self.stride = -(-max(size, 16) // 16) * 16
         self.bytes = np.full(workgroups * self.stride, 0xC5, np.uint8)
-        self.words = self.bytes.view(np.uint32)
+        self.uint32s = self.bytes.view(np.uint32)
 
     def load(self, workgroup: np.ndarray, address: np.ndarray, size: int) -> list[np.ndarray]:
         """As `Global.load`, for lanes (n,) of these workgroups."""
         at = self._find(workgroup, address, size)
         if size >= 4:
-            return [self.words[(at >> 2) + i] for i in range(size // 4)]
+            return [self.uint32s[(at >> 2) + i] for i in range(size // 4)]
         parts = [self.bytes[at + i].astype(np.uint32) << np.uint32(8 * i) for i in range(size)]
         return [sum(parts[1:], parts[0])]
 
@@ -126,7 +126,7 @@ class Shared:
         at = self._find(workgroup, address, size)
         if size >= 4:
             for i in range(size // 4):
-                self.words[(at >> 2) + i] = words[i]
+                self.uint32s[(at >> 2) + i] = words[i]
         else:
             for i in range(size):
                 self.bytes[at + i] = (words[0] >> np.uint32(8 * i)).astype(np.uint8)

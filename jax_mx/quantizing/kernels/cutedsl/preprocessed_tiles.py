@@ -23,7 +23,7 @@ from jax_mx.quantizing.kernels.geometry import Output
 CODES = BLOCK // 2  # bytes of a block's codes
 
 
-class Given(NamedTuple):
+class ResultData(NamedTuple):
     """The data for the blocks of one result, besides their elements."""
 
     data: Sequence  # pointers to a uint32 for each block
@@ -72,7 +72,7 @@ class PreprocessedTiled(WholeBlocks, Tiled):
             result: cutlass.Constexpr = self.results[o]
             mine = self.block_data(arrays, o)
             named = self.of_result(scalars, o)
-            result_data: cutlass.Constexpr = Given(mine, self.rule(named), self.extra(named))
+            result_data: cutlass.Constexpr = ResultData(mine, self.rule(named), self.extra(named))
             if const_expr(self.is_plain(result)):
                 beyond: cutlass.Constexpr = self.beyond(arrays, scalars, o, at)
                 self.quantize_patch(rX, staged[o], o, arrays, scalars, beyond, lane)

@@ -814,7 +814,7 @@ class Tiled(Kernel):
         return largest
 
     @cute.jit
-    def given(
+    def window_amaxes(
         self, row, col, apart: cutlass.Constexpr, beyond: cutlass.Constexpr, size: cutlass.Constexpr
     ):
         """The amaxes that two blocks' rows or columns have in memory; 0 beyond them.
@@ -860,7 +860,7 @@ class Tiled(Kernel):
             row = at.row * self.tile.rows + lane.row + 2 * index
             col = (at.col * self.tile.cols + lane.col) // BLOCK
             size: cutlass.Constexpr = Extents(at.rows * BLOCK, at.cols // BLOCK)
-            amaxes = self.given(row, col, (1, 0), beyond, size)
+            amaxes = self.window_amaxes(row, col, (1, 0), beyond, size)
         elif const_expr(self.variant.window == SQUARE):
             index = lane.across % self.row_sharers
             amaxes = [self.amax_of_square(rX)] * 2
@@ -898,7 +898,7 @@ class Tiled(Kernel):
             at: cutlass.Constexpr = beyond.at
             row = at.row * self.tile.down + lane.row // BLOCK
             col = at.col * self.tile.cols + lane.col + 2 * lane.down
-            amaxes = self.given(row, col, (0, 1), beyond, Extents(at.rows, at.cols))
+            amaxes = self.window_amaxes(row, col, (0, 1), beyond, Extents(at.rows, at.cols))
         elif const_expr(self.variant.window == SQUARE):
             amaxes = [self.amax_of_square(rX)] * 2
         elif const_expr(not self.is_found_together(result)):

@@ -38,19 +38,19 @@ BYTES = 16  # of a lane and load
 
 
 class Dequantize(Kernel):
-    """The base of both ways. A lane writes `n` times 16 bytes, `each` codes.
+    """The base of both ways. A lane writes `n` times 16 bytes, `per_write` codes.
 
     Four lanes exchange their codes, so that they write side by side. A byte has codes of `down`
-    floats below each other, or of `beside` floats next to each other.
+    floats below each other, or of `across` floats next to each other.
     """
 
     def __init__(self, variant: Variant, arch: str, layout: ScaleLayout, aligned: bool):
         super().__init__(variant, arch, layout, aligned)
         (self.operand,) = geometry.outputs_of(variant.form, self.formats)
-        self.down, self.beside = self.operand.packed
-        self.codes = BYTES * self.beside  # of a lane and load, in a row
-        self.n = self.itemsize * self.beside
-        self.each = self.codes // self.n
+        self.down, self.across = self.operand.packed
+        self.codes = BYTES * self.across  # of a lane and load, in a row
+        self.n = self.itemsize * self.across
+        self.per_write = self.codes // self.n
 
     def lender(self, lane, s: int):
         """The lane of whose codes this one writes a part the s-th time."""
@@ -64,7 +64,7 @@ class Dequantize(Kernel):
         part = lane % min(self.n, 4)
         if self.n == 8:
             part = part + s % 2 * 4
-        return part * self.each
+        return part * self.per_write
 
     def exchanged(self, codes: list, lane) -> list[list]:
         """The words of codes that a lane writes each time, from four lanes: `down` rows' words."""
@@ -79,7 +79,7 @@ class Dequantize(Kernel):
             parts = shared_by_four((codes[:2], codes[2:]), lane)
         if self.down > 1:
             return [[*zip(*map(convert.separated, row), strict=True)] for row in parts]
-        if self.beside > 1:
+        if self.across > 1:
             parts = [convert.in_order(word) for (word,) in parts]
         if self.n == 8:
             parts = [[word] for row in parts for word in row]
@@ -97,7 +97,7 @@ class Dequantize(Kernel):
 
     def one_scale(self, byte) -> tuple[list, list]:
         """Factors and poisons of codes that share a scale."""
-        count = self.each // 4
+        count = self.per_write // 4
         return [[convert.factor_of(byte)] * 4] * count, [convert.poison_of(byte)] * count
 
     def store_floats(self, y, where, words: list) -> None:
@@ -108,7 +108,7 @@ class Dequantize(Kernel):
         dtype = Uint16 if self.itemsize == 2 else Uint32
         pieces = fx.Vector.from_elements(words, Uint32).bitcast(dtype)
         to = pointer(y, where, dtype, self.itemsize)
-        for i in range(self.each):
+        for i in range(self.per_write):
             fx.generic_store(to + Int32(i), pieces[i])
 
 
@@ -136,7 +136,7 @@ class Flat(Dequantize):
         first = convert.wave_id() * WAVE
         n, size, sharers = self.n, self.itemsize, self.sharers
         four: fx.Constexpr = 4 // sharers  # blocks of four lanes and a chunk
-        bytes_: fx.Constexpr = BLOCK // self.beside  # of a block
+        bytes_: fx.Constexpr = BLOCK // self.across  # of a block
         # Four lanes have neighbours of one row.
         row, col = strip.find(first + lane // 4 * 4)
         loaded = []
@@ -174,11 +174,11 @@ class Tiled(Dequantize):
         super().__init__(variant, arch, layout, aligned)
         form, direction = variant.form, self.operand.direction
         self.blocks, self.is_transposed = direction.blocks, direction.transposed  # of floats
-        packed = self.down, self.beside
+        packed = self.down, self.across
         # How many rows and columns of codes, as they lie, a byte holds.
         self.packed = packed[::-1] if self.is_transposed else packed
-        self.depth = 4 // (self.down * self.beside)
-        self.elements_per_thread = self.depth * BYTES * self.down * self.beside
+        self.depth = 4 // (self.down * self.across)
+        self.elements_per_thread = self.depth * BYTES * self.down * self.across
         self.extents = geometry.extents_of(form)
         self.units = geometry.units_of(form)
         self.grid = geometry.grid_of(form, Extents(TILE, TILE))
@@ -192,7 +192,7 @@ class Tiled(Dequantize):
         lane, wave = convert.lane_id(), convert.wave_id()
         at = self.place(high, wide)
         row, col = self.patch(lane, wave, *self.packed)
-        line, byte = self.patch(lane, wave, self.down, self.beside)  # as floats lie
+        line, byte = self.patch(lane, wave, self.down, self.across)  # as floats lie
         shared = fx.SharedAllocator().allocate(self.shared()).peek()
         loaded = self.load(values, at, row, col)
         self.load_scales(scales, shared.scales, at)
@@ -213,7 +213,7 @@ class Tiled(Dequantize):
         count = TILE * TILE // BLOCK // (BLOCK if self.blocks is Blocks.SQUARE else 1)
         arrays = {"scales": fx.Array[Uint8, count, 16]}
         if self.is_transposed:
-            arrays["values"] = fx.Array[Uint8, TILE * TILE // (self.down * self.beside), 16]
+            arrays["values"] = fx.Array[Uint8, TILE * TILE // (self.down * self.across), 16]
         return composite(fx.struct, arrays)
 
     def place(self, high, wide) -> Tile:
@@ -312,7 +312,7 @@ class Tiled(Dequantize):
             ]
             for j in range(4):
                 line = 4 * w + j
-                start = Int32(starts[line % self.beside] + line // self.beside * TILE)
+                start = Int32(starts[line % self.across] + line // self.across * TILE)
                 if self.depth == 2:
                     column = Uint16(pairs[0][j // 2] >> j % 2 * 16)
                     fx.generic_store(shared_pointer(shared, start, Uint16, 2), column)
@@ -322,17 +322,17 @@ class Tiled(Dequantize):
                     fx.generic_store(shared_pointer(shared, start, Uint32, 4), column)
 
     def line_starts(self, line, byte) -> list:
-        """Where this byte of a column lies in LDS, and of its next ones: `beside` share 128 bytes.
+        """Where this byte of a column lies in LDS, and of its next ones: `across` share 128 bytes.
 
         Chunks are permuted by the columns' lane, or all lanes across would write to the same banks.
         """
         chunks = TILE // BYTES
         lanes = chunks // self.packed[1]  # across
         starts = []
-        for i in range(self.beside):
-            chunk, start = byte // BYTES, line // self.beside * TILE
+        for i in range(self.across):
+            chunk, start = byte // BYTES, line // self.across * TILE
             if i:
-                chunk = chunk + i * (chunks // self.beside)
+                chunk = chunk + i * (chunks // self.across)
             chunk = chunk ^ (line // BYTES * (chunks // lanes) % chunks)
             starts.append(start + chunk * BYTES + byte % BYTES)
         return starts
@@ -341,7 +341,7 @@ class Tiled(Dequantize):
         """The bytes of this lane in the transposed tile."""
         starts, lines = self.line_starts(row, col), []
         for i in range(self.depth):
-            start = Int32(starts[i % self.beside] + i // self.beside * TILE)
+            start = Int32(starts[i % self.across] + i // self.across * TILE)
             at = shared_pointer(shared, start, Uint32, 16)
             vector = fx.generic_load(at, dtype=Uint32, count=4)
             lines.append([vector[w] for w in range(4)])
@@ -380,7 +380,7 @@ class Tiled(Dequantize):
                         dtype = Uint16 if const_expr(self.itemsize == 2) else Uint32
                         pieces = fx.Vector.from_elements(floats, Uint32).bitcast(dtype)
                         to = pointer(y, where * self.itemsize, dtype, self.itemsize)
-                        for e in range_constexpr(self.each):
+                        for e in range_constexpr(self.per_write):
                             if (tile_h * TILE + row + j < high) & (left + e < wide):
                                 fx.generic_store(to + Int32(e), pieces[e])
 
@@ -393,7 +393,7 @@ class Tiled(Dequantize):
     def column_scales(self, staged, wave, left) -> tuple[list, list]:
         """Factors and poisons of the columns of one write."""
         at = shared_pointer(staged, Int32(wave * TILE + left), Uint32, 4)
-        scales = [fx.generic_load(at + Int32(w)) for w in range(self.each // 4)]
+        scales = [fx.generic_load(at + Int32(w)) for w in range(self.per_write // 4)]
         factors = [
             [convert.factor_of(word >> 8 * i & Uint32(0xFF)) for i in range(4)] for word in scales
         ]

@@ -268,7 +268,7 @@ class Tiled(Kernel):
         if self.variant.window == ROW:
             first = (at.row * self.high + patch.top + index * 2, at.col * TILE // BLOCK)
             where = [(first[0] + e, first[1] + patch.left // BLOCK) for e in range(2)]
-            amaxes = self.given(beyond, at, where, Extents(at.rows, at.cols // BLOCK))
+            amaxes = self.window_amaxes(beyond, at, where, Extents(at.rows, at.cols // BLOCK))
         if self.in_window > 1:
             amaxes = self.of_existing(amaxes, at, patch)
             for distance in (self.row_sharers, 2 * self.row_sharers):
@@ -297,7 +297,7 @@ class Tiled(Kernel):
         if self.variant.window == ROW:
             first = at.col * TILE + patch.left + lane // self.lanes * 2
             where = [(at.row * (self.high // BLOCK) + patch.wave, first + e) for e in range(2)]
-            amaxes = self.given(beyond, at, where, Extents(at.rows // BLOCK, at.cols))
+            amaxes = self.window_amaxes(beyond, at, where, Extents(at.rows // BLOCK, at.cols))
         if self.in_window > 1:
             amaxes = self.of_existing(amaxes, at, patch)
             amaxes = self.among_waves(amaxes, beyond, lane, patch)
@@ -363,7 +363,7 @@ class Tiled(Kernel):
             ])  # fmt: skip
         return [largest(list(column), self.dtype) for column in zip(*parts, strict=True)]
 
-    def given(self, amaxes, at: Tile, where: list, size: Extents) -> list:
+    def window_amaxes(self, amaxes, at: Tile, where: list, size: Extents) -> list:
         """The amaxes in memory of two blocks, at these (row, column) of so many; beyond, any."""
         block_amaxes = []
         for row, col in where:
