@@ -267,7 +267,7 @@ def path() -> Figure:
         ("quantizing.quantize", f"quantize(x, {call})", f"x {shape} bfloat16"),
         ("quantizing.planning", "one call, canonical: a Plan; a bad call raises here",
          f"form {plan.form}, {plan.format.name}, {plan.scale_layout.name}"),
-        ("quantizing.calling", "the operands: x in whole blocks, and what each block needs beside it",
+        ("quantizing.calling", "operands: x in whole blocks, and what each block needs beside it",
          f"blocks of {plan.block}, tiles of {plan.scale_layout.tile}"),
         ("formats.views", "x as the kernel sees it; a bitcast to XLA",
          f"view {viewed}, in memory order {view.operand}"),
