@@ -264,19 +264,19 @@ def path() -> Figure:
     q = jax.eval_shape(functools.partial(jax_mx.quantize, **options), x)
     call = ", ".join(f"{key}={value!r}" for key, value in options.items())
     stations = [
-        ("ops.quantize", f"quantize(x, {call})", f"x {shape} bfloat16"),
-        ("ops.planning", "one call, canonical: a Plan; a bad call raises here",
+        ("quantizing.quantize", f"quantize(x, {call})", f"x {shape} bfloat16"),
+        ("quantizing.planning", "one call, canonical: a Plan; a bad call raises here",
          f"form {plan.form}, {plan.format.name}, {plan.scale_layout.name}"),
-        ("ops.quantizing", "the operands: x in whole blocks, with what each block needs beside it",
+        ("quantizing.calling", "operands: x in whole blocks, and what each block needs beside it",
          f"blocks of {plan.block}, tiles of {plan.scale_layout.tile}"),
-        ("arrays.views", "x as the kernel sees it; a bitcast to XLA",
+        ("formats.views", "x as the kernel sees it; a bitcast to XLA",
          f"view {viewed}, in memory order {view.operand}"),
-        ("lowering.registry", f"which implementation serves the plan on {chip}", name),
+        ("quantizing.registry", f"which implementation serves the plan on {chip}", name),
         ("launch.store", "the kernel by its content key: package, cache, or compiled now",
          "sha256, launch rule"),
         ("launch.calls", "one custom call in the program", "jax_mx: pointers and dimensions"),
         ("ffi/launch.cc", "loads the binary, computes the grid, launches", "on XLA's stream"),
-        ("ops.mxarray", "MXArray", f"values {q.values.shape}, scales {q.scales.shape}"),
+        ("quantizing.mxarray", "MXArray", f"values {q.values.shape}, scales {q.scales.shape}"),
     ]  # fmt: skip
     figure = Figure(figsize=(9, 0.75 * len(stations)), layout="constrained")
     axes = figure.add_subplot()

@@ -15,7 +15,7 @@ arrays of a result and writes the operand.
 
 A worked example: floats (64, 96), blocks along the last axis, scales in blocked_128x4.
 
->>> from jax_mx.quantizing.facts import directions, layouts
+>>> from jax_mx.formats import directions, layouts
 >>> view = view_of(directions.LAST)
 >>> view.view((64, 96), (None, None), -1)[0]  # 64 rows, 3 blocks of 32
 (64, 3, 32)

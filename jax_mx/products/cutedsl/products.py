@@ -580,7 +580,7 @@ def launches(
 
     Args:
       entries: the fastest first.
-      usage: the compiler's figures for each symbol, see `kernels.entry.launches`.
+      usage: the compiler's figures for each symbol, see `launch.entry.launches`.
 
     Raises:
       RuntimeError: an entry was compiled for other threads, or has other maps than the first.
