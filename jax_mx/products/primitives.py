@@ -16,11 +16,7 @@ from jax_mx.launch.private import unsplit, vary_alike
 from jax_mx.products import reference
 from jax_mx.quantizing.facts.product_kernels import DIRECT, FEWEST
 from jax_mx.quantizing.plan import ProductPlan
-from jax_mx.quantizing.primitive import (
-    Op,
-    make_primitive,
-    one_by_one,
-)
+from jax_mx.quantizing.primitive import Op, make_primitive, one_by_one
 
 
 def _product_avals(*operands, plan: ProductPlan):

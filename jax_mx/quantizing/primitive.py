@@ -3,7 +3,7 @@
 An op's operands come as views (formats/views.py). The partitioner may split every dimension of a
 view, except inside a block or a unit, so a sharded array is quantized where it lies. The operands
 of a source, such as rows or gates and ups, come as they lie. The signature
-(facts/signatures.py) gives each operand and result its role.
+(quantizing/facts/signatures.py) gives each operand and result its role.
 """
 
 from __future__ import annotations
