@@ -37,15 +37,16 @@ from jax_mx.products.arguments import (
     weight_of,
 )
 from jax_mx.products.arrangements import what_of
+from jax_mx.products.auto import recipe_beside
 from jax_mx.products.contraction import ROWS, SUMS
-from jax_mx.products.derivative import Side, Static, align_of, weight_forms
+from jax_mx.products.derivative import Side, Static, align_of
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.groups import Groups, integers
 from jax_mx.products.implementations import named
-from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
+from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, Recipes, layer
 from jax_mx.products.multiply import Multiplication
-from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized
-from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
+from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized, weight_forms
+from jax_mx.products.recipes import AUTO, Recipe
 from jax_mx.quantizing import reference
 from jax_mx.quantizing.facts.activations import GATED
 from jax_mx.quantizing.mxarray import MXArray
@@ -150,13 +151,13 @@ def moe(
     w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
     w_down = array_or_quantized(op, "w_down", w_down)
     recipe = grouped_recipe(op, recipe, x, w_gate_up, w_down)
+    pairs = (("w_gate_up", w_gate_up), ("w_down", w_down))
+    recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in pairs)
     if vars(recipe)["dgrad"].rounding or vars(recipe)["wgrad"].rounding:
         warn_of_fixed_keys(op, recipe)
     units = recipe.units
     x = floats_of(op, "x", x, 2, math.lcm(units.forward, units.dgrad))
     axes = wires.axes_of(op, expert_axis, tensor_axis)
-    given = (("w_gate_up", w_gate_up), ("w_down", w_down))
-    recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in given)
     first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
     if first.columns % (wanted := math.lcm(2 * units.forward, units.dgrad)):
         is_shard = tensor_axis is not None and not axes.to_map
@@ -307,12 +308,19 @@ class Slots(Moves):
         groups = Groups.from_experts(experts, routing.own, align=align, most=routing.most)
         return rows, SlotPlace(groups, groups.of_slots(weights), routing)
 
-    def operand(
-        self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
-    ) -> Unquantized:
+    def operands(
+        self, layer: Layer, given: Inputs, quantized: tuple, place: Any, recipes: Recipes, keep: Any
+    ) -> tuple[Unquantized, list[Any], Any]:
         """See `Moves`."""
-        request = Moved if isinstance(rows, MXArray) else Unquantized
-        return request(rows, recipe, place.groups.rows, name="lhs", wanted=wanted)
+        (first, second), (wgrad, dgrad), x = recipes, keep, given.x
+        firsts = [
+            weight_forms(w, codes, first, dgrad)
+            for w, codes in zip(given.w_first, quantized[0], strict=True)
+        ]
+        w_second = weight_forms(given.w_second, quantized[1], second, dgrad)
+        request = Moved if isinstance(x, MXArray) else Unquantized
+        rows = request(x, first, place.groups.rows, name="lhs", wanted=(True, wgrad))
+        return rows, firsts, w_second
 
     def gradient(
         self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
@@ -324,12 +332,8 @@ class Slots(Moves):
         request, wanted = Moved if isinstance(rows, MXArray) else Unquantized, weight is not None
         return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **how)
 
-    def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
-        """See `Moves`."""
-        return weight_forms(w, quantized, recipe, dgrad)
-
     def forward(
-        self, product: Static, operands: tuple[Any, Any], place: Any, last: bool
+        self, product: Static, operands: tuple[Any, Any] | None, place: Any
     ) -> Multiplication:
         """See `Moves`."""
         return product.multiplication((0, 0), (1, 0), groups=ROWS, align=place.groups.align)
@@ -361,8 +365,6 @@ class Slots(Moves):
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""
-        if bias is None:
-            return y
         rows = reference.rows_of(bias, place.groups.experts).astype(jnp.float32)
         return (y.astype(jnp.float32) + rows).astype(product.dtype)
 

@@ -23,6 +23,7 @@ from jax_mx.products.recipes import (
     MXFP8,
     MXFP8_ROWS,
     MXFP8_WINDOWS,
+    USES,
     Chosen,
     Recipe,
     is_auto,
@@ -105,6 +106,27 @@ def _resolved(
         frozen = [x for x in operands if isinstance(x, MXArray)]
         became = on_hopper(any(x.window == BLOCK or x.format.bits != 8 for x in frozen))
     return dataclasses.replace(became, chosen=Chosen(name_of(became), " ".join(chips)))
+
+
+def recipe_beside(op: str, name: str, w: Any, recipe: Recipe) -> Recipe:
+    """The recipe of a product with this weight.
+
+    Whatever is multiplied with a `QuantizedWeight` is rotated as that was: the signs are its own.
+
+    Raises:
+      ValueError: the weight was quantized by a recipe of another format, rule or transform.
+    """
+    if not isinstance(w, QuantizedWeight):
+        return recipe
+    if jax.tree.structure(w.recipe) != jax.tree.structure(recipe):
+        raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
+    turned = {
+        product: dataclasses.replace(
+            getattr(recipe, product), hadamard=getattr(w.recipe, product).hadamard
+        )
+        for product in USES["rhs"]
+    }
+    return dataclasses.replace(recipe, **turned)
 
 
 def _is_small(sizes: Sizes) -> bool:

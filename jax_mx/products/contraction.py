@@ -8,13 +8,11 @@ group, and their number in each group on the device: each group's rows meet a ma
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.formats.formats import BLOCK
@@ -213,22 +211,6 @@ class Contraction:
             return x if x.value_layout in layouts else x.with_values_in(ROW_MAJOR_VALUES)
 
         return dataclasses.replace(self, lhs=in_them(self.lhs), rhs=in_them(self.rhs))
-
-    def split_like(self, form: Any, axis: int) -> Contraction:
-        """The contraction, whose result XLA is to split as a form whose contracted axis is `axis`.
-
-        It stays as it is where codes share bytes, dimensions are merged, or devices hold the whole
-        form, which XLA would split anew.
-        """
-        if form is None or form.gathered:
-            return self
-        array = form.array.values if isinstance(form.array, MXArray) else form.array
-        array = array if form.axis == axis else jnp.swapaxes(array, -1, -2)
-        numbers, shapes = self.numbers, [x.shape for x in (self.lhs, self.rhs)]
-        batch = tuple(shapes[0][d] for d in numbers.batch[0])
-        free = (tuple(n[d] for d in numbers.free(i, len(n))) for i, n in enumerate(shapes))
-        fits = array.shape == (*batch, *itertools.chain(*free))
-        return dataclasses.replace(self, like=array) if fits else self
 
     def free(self, side: int) -> Dims:
         """The dimensions of lhs (0) or rhs (1) that the result keeps, but batch and groups."""

@@ -22,14 +22,19 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mx.formats.formats import BLOCK
-from jax_mx.formats.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
+from jax_mx.formats.sharding import is_explicit, spec_of
 from jax_mx.formats.windows import lengths_of
-from jax_mx.products.arrangements import Arrangement, Arrangements
+from jax_mx.products.arrangements import Arrangement, Arrangements, spec_in
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.groups import Groups
 from jax_mx.products.multiply import Multiplication, Step
-from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized, operand_for
+from jax_mx.products.operand import (
+    ProductOperand,
+    QuantizedWeight,
+    Unquantized,
+    operand_for,
+    weight_forms,
+)
 from jax_mx.products.recipes import AS_THEY_ARE, BF16, Chosen, Recipe
 from jax_mx.products.tcgen05 import align_for_trace
 from jax_mx.quantizing import derivatives
@@ -122,71 +127,6 @@ def is_square(rhs: Any, recipe: Recipe) -> bool:
     return rhs is not None and not isinstance(rhs, MXArray) and recipe.blocks("rhs").square
 
 
-def weight_forms(floats: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
-    """The forms of a weight of groups: for the forward product, for the gradient of lhs.
-
-    Args:
-      floats: (G, K, N), or None.
-      quantized: a frozen `MXArray`, (G, K, N) or (G, N, K); or both forms; or None.
-      recipe: of floats.
-      dgrad: whether the second one is wanted.
-    """
-    if isinstance(quantized, MXArray):
-        at = quantized.axis if len(quantized.block) == 1 else -2
-        return ProductOperand(quantized, at), ProductOperand(quantized, -3 - at)
-    if quantized is not None:
-        return quantized
-    return Unquantized(floats, recipe, name="rhs", axis=-2, wanted=(True, dgrad)).forms()
-
-
-def gathered_for(
-    lhs: Any, rhs: jax.Array, layout: Arrangements, recipe: Recipe | None, placed: bool
-) -> jax.Array:
-    """The weights, gathered over each mesh axis that also splits rows of lhs: FSDP.
-
-    One gather of floats replaces a gather for each direction. Where products read codes of both,
-    which devices share by a rule (splitting.py), codes move instead, a byte an element.
-
-    Args:
-      lhs: the activations.
-      rhs: the weights.
-      layout: of the product.
-      recipe: of the weights; None: they are gathered as floats.
-      placed: whether the caller says how the result is split. Otherwise `jax.lax.dot_general`
-        refuses such splits of columns, and the product keeps them.
-    """
-    mesh = jax.typeof(rhs).sharding.mesh
-    if not is_explicit(mesh):
-        return rhs
-    uses = [] if recipe is None or mesh.manual_axes else recipe.uses("rhs")
-    if uses and all(use.format is not None and use.window != BLOCK for use in uses):
-        return rhs
-    lhs = lhs.values if isinstance(lhs, MXArray) else lhs
-    rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
-    free = () if placed else layout.rhs.free_dims
-    return unsplit(rhs, rows, [axis for axis in range(rhs.ndim) if axis not in free])
-
-
-def gathered_once(layout: Arrangements, dy: Any, lhs: Side | None, rhs: Side | None) -> jax.Array:
-    """The result's gradient without splits over mesh axes that split what is contracted.
-
-    Such a result was scattered. Here it is one gather of floats, else one for each direction. An
-    axis that splits rows of lhs, too, is FSDP's: it scattered nothing.
-    """
-    if not is_explicit(jax.typeof(dy).sharding.mesh):
-        return dy
-    names = {
-        name
-        for side, arrangement in ((lhs, layout.lhs), (rhs, layout.rhs))
-        if side is not None
-        for axis in arrangement.contracted_dims
-        for name in names_in(side.spec[axis])
-    }
-    if lhs is not None:
-        names -= {name for axis in layout.lhs.free_dims for name in names_in(lhs.spec[axis])}
-    return unsplit(dy, names, range(dy.ndim))
-
-
 # ---- the three products of a layer ---
 class Static(NamedTuple):
     """The static part of a product.
@@ -231,7 +171,7 @@ class Static(NamedTuple):
         layout, spec = self.arranged, None
         if self.out_sharding is not None:
             ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
-            spec = layout.result_spec(_spec_in(self.out_sharding, ndim))
+            spec = layout.result_spec(spec_in(self.out_sharding, ndim))
         return self.multiplication(lhs, rhs, spec=spec)
 
     def unfollowed(self, rhs: Any, rhs_q: Any, recipe: Recipe) -> Static:
@@ -240,10 +180,6 @@ class Static(NamedTuple):
             return self
         keep = rhs_q is not None or is_square(rhs, recipe)  # zero rows that the weight has
         return self._replace(layout=self.layout.unpadded(keep))
-
-    def result(self, y: jax.Array) -> jax.Array:
-        """The dense product as its caller wants it, without zero rows."""
-        return placed(self.arranged.result(y), self.out_sharding)
 
     def dgrad(
         self,
@@ -259,11 +195,6 @@ class Static(NamedTuple):
             spec = (*lead, m, k)
         how = {} if like is None else {"like": (*like, -2)}
         return self.multiplication(gradient, rhs, lhs.dtype, spec=spec, **how)
-
-    def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
-        """The result of `dgrad`, arranged as the caller's lhs."""
-        side = self.arranged.lhs
-        return side.restored(jnp.swapaxes(dx, -1, -2) if side.swapped else dx, lhs.spec)
 
     def wgrad(
         self,
@@ -285,29 +216,6 @@ class Static(NamedTuple):
         if like is not None:
             how["like"] = (*like, -1 if layout.rhs.swapped else -2)
         return self.multiplication(*order, rhs.dtype, **how)
-
-    def rhs_gradient(self, dw: jax.Array, rhs: Side) -> jax.Array:
-        """The result of `wgrad`, arranged as the caller's rhs."""
-        return self.arranged.rhs.restored(dw, rhs.spec)
-
-
-def placed(y: jax.Array, out_sharding: Any) -> jax.Array:
-    """y split as its caller wants it, if he says it; on explicit meshes and automatic ones."""
-    if out_sharding is None:
-        return y
-    mesh: Any = jax.typeof(y).sharding.mesh
-    if mesh.empty:  # operands that no mesh is known of
-        mesh = getattr(out_sharding, "mesh", jax.sharding.get_abstract_mesh())
-    if not is_explicit(mesh):
-        return jax.lax.with_sharding_constraint(y, out_sharding)
-    return resharded(y, _spec_in(out_sharding, y.ndim), mesh)
-
-
-def _spec_in(out_sharding: Any, ndim: int) -> tuple:
-    """The partition spec that a caller gives, by itself or with a mesh, an entry a dimension."""
-    is_named = isinstance(out_sharding, jax.sharding.NamedSharding)
-    spec = out_sharding.spec if is_named else out_sharding
-    return (*spec, *[None] * (ndim - len(spec)))
 
 
 # ---- the product ---
@@ -401,7 +309,9 @@ def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:
     def form(side: Arrangement, x: Any, name: str) -> Any:
         if x is None:
             return None
-        request = operand_for(side, *parts_of(x), recipe, name, (False, True))
+        floats, quantized = parts_of(x)
+        floats = side.arranged(floats) if quantized is None else floats
+        request = operand_for(side, floats, quantized, recipe, name, (False, True))
         return (request.forms() if isinstance(request, Unquantized) else request)[1]
 
     def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
@@ -495,9 +405,11 @@ def _operands(
         x = Unquantized(lhs[0], recipe, name="lhs", wanted=(True, False))
         return x, weight_forms(*rhs, recipe, dgrad)
     sides = static.layout
+    x = sides.lhs.arranged(lhs[0]) if lhs[1] is None else lhs[0]
+    w = sides.rhs.arranged(rhs[0]) if rhs[1] is None else rhs[0]
     return (
-        operand_for(sides.lhs, *lhs, recipe, "lhs", (True, wgrad)),
-        operand_for(sides.rhs, *rhs, recipe, "rhs", (True, dgrad)),
+        operand_for(sides.lhs, x, lhs[1], recipe, "lhs", (True, wgrad)),
+        operand_for(sides.rhs, w, rhs[1], recipe, "rhs", (True, dgrad)),
     )
 
 
@@ -511,7 +423,7 @@ def _forward(
     else:
         forward = static.forward((0, 0), (1, 0))
     (y,), kept = Step((forward,), ((0, 1), (1, 1)))(operands, sizes)
-    return y if static.layout is None else static.result(y), kept
+    return y if static.layout is None else static.layout.result(y, static.out_sharding), kept
 
 
 def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
@@ -560,15 +472,16 @@ def _absent(
     return a, b
 
 
-def _wanted(form: Any) -> Any:
-    """The form; None where it is absent."""
-    leaves = jax.tree.leaves(form)
-    return None if form is None or all(leaf.dtype == bool for leaf in leaves) else form
+def _present(form: ProductOperand | None) -> ProductOperand | None:
+    """The form; None where a placeholder stands for it."""
+    array: Any = None if form is None else form.array
+    values = array.values if isinstance(array, MXArray) else array
+    return None if values is None or values.dtype == bool else form
 
 
 def _bwd(static: Static, residual: tuple, dy: Any) -> tuple[Any, ...]:
     a, b, sizes, groups, recipe, lhs, rhs, mark = residual
-    a, b = _wanted(a), _wanted(b)
+    a, b = _present(a), _present(b)
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 6
     dy = once_derived(static.op, dy, mark)
@@ -582,7 +495,7 @@ def _gradients(
 ) -> tuple[Any, Any]:
     """Both gradients of a dense product, of one read of the result's."""
     layout = static.arranged
-    dy = gathered_once(layout, dy, lhs, rhs)
+    dy = layout.gathered_gradient(dy, lhs, rhs)
     gradient = Unquantized(
         layout.gradient(dy),
         recipe,
@@ -596,8 +509,8 @@ def _gradients(
     multiplications += [] if a is None else [static.wgrad((1, 0), (0, 1), rhs, like_b)]
     products, _ = Step(tuple(multiplications))((gradient, (a,), (b,)))
     each = iter(products)
-    dlhs = None if b is None else static.lhs_gradient(next(each), lhs)
-    return dlhs, None if a is None else static.rhs_gradient(next(each), rhs)
+    dlhs = None if b is None else layout.lhs.restored(next(each), lhs.spec, swaps=True)
+    return dlhs, None if a is None else layout.rhs.restored(next(each), rhs.spec)
 
 
 def _gradients_of_groups(

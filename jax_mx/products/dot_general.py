@@ -25,14 +25,15 @@ from jax_mx.products.arrangements import (
     arrangements_of,
     as_tuples,
     dimensions_of,
+    placed,
 )
-from jax_mx.products.auto import Sizes, resolved
-from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, placed, product
+from jax_mx.products.auto import Sizes, recipe_beside, resolved
+from jax_mx.products.derivative import Static, is_square, parts_of, product
 from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.reads import layout_for_trace
-from jax_mx.products.recipes import AUTO, Recipe, check_frozen, is_floats, recipe_beside
+from jax_mx.products.recipes import AUTO, Recipe, check_frozen, is_floats
 from jax_mx.quantizing.mxarray import MXArray
 
 DimensionNumbers = Any  # as jax.lax.dot_general takes them
@@ -170,8 +171,8 @@ def multiplied(
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         keep = isinstance(rhs, QuantizedWeight) or is_square(rhs, recipe)
         static = static._replace(layout=layout.unpadded(keep))
-    if isinstance(rhs, jax.Array):
-        rhs = gathered_for(lhs, rhs, layout, recipe, out_sharding is not None)
+    x = lhs.values if isinstance(lhs, MXArray) else lhs
+    rhs = layout.gathered(x, rhs, recipe, out_sharding is not None)
     # In shard_map an operand, or a key, may vary over an axis that the others do not. Where all of
     # them vary, JAX sums the gradients of those others over it.
     leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), None, recipe))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_mx.formats.checks import array_of, shown
 from jax_mx.products.arguments import operand_of
-from jax_mx.products.derivative import placed
+from jax_mx.products.arrangements import placed
 from jax_mx.products.dot_general import multiplied
 from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.operand import QuantizedWeight
@@ -67,10 +67,11 @@ def matmul(
         a, b = _broadcast(op, a, shape), _broadcast(op, b, shape)
         left, right = lead + "MK", lead + "KN"
     out = lead + "M" * (a.ndim > 1) + "N" * (b.ndim > 1)
-    return _einsum(
+    return multiplied(
         op,
-        f"{left},{right}->{out}",
-        (a, b),
+        a,
+        b,
+        numbers_of(left, right, out),
         precision,
         preferred_element_type,
         recipe=recipe,

@@ -144,10 +144,19 @@ class Moves(ABC):
         """
 
     @abstractmethod
-    def operand(
-        self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
-    ) -> Unquantized:
-        """The operand of rows that the first product reads."""
+    def operands(
+        self, layer: Layer, given: Inputs, quantized: tuple, place: Any, recipes: Recipes, keep: Any
+    ) -> tuple[Unquantized, list[Any], Any]:
+        """The operands of rows, of the first weights and of the second.
+
+        Args:
+          layer: the layer.
+          given: to the layer, with the rows that `enter` gave.
+          quantized: the quantized parts of both weights, or None.
+          place: where rows are.
+          recipes: of both products.
+          keep: two bools, whether gradients of the first weights follow, and of rows.
+        """
 
     @abstractmethod
     def gradient(
@@ -164,14 +173,10 @@ class Moves(ABC):
         """
 
     @abstractmethod
-    def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
-        """The forms of a weight; `dgrad`: also the one for the gradient of rows."""
-
-    @abstractmethod
     def forward(
-        self, product: Static, operands: tuple[Any, Any], place: Any, last: bool
+        self, product: Static, operands: tuple[Any, Any] | None, place: Any
     ) -> Multiplication:
-        """A product of a step's two operands; `last`: the second one of the layer."""
+        """A product of a step's two operands: of the first product; None of the second one."""
 
     @abstractmethod
     def dgrad(
@@ -355,27 +360,25 @@ def _forward(
     """The result; and the residuals, if a backward pass follows."""
     moves, first = static.moves, static.first
     x, place = moves.enter(given, quantized, routing, recipes[0], keep)
-    firsts = [
-        moves.weight(product, w, q, recipes[0], keep)
-        for product, w, q in zip(first, given.w_first, quantized[0], strict=True)
-    ]
-    second = moves.weight(static.second, given.w_second, quantized[1], recipes[1], keep)
+    sizes, scale = _of_place(place)
     again = keep and static.residuals == "inputs"
-    wanted = (True, keep and any(w is not None for w in given.w_first))
-    rows = moves.operand(first[0], x, place, recipes[0], wanted)
+    follow = keep and any(w is not None for w in given.w_first), keep
+    rows, firsts, second = moves.operands(
+        static, given._replace(x=x), quantized, place, recipes, follow
+    )
     weights, one_each = range(1, 1 + len(first)), list(zip(first, firsts, strict=True))
     forms = ((0, 1), *((i, 1) for i in weights))
     forms += ((0, 0), *((i, 0) for i in weights)) if again else ()
-    products = [moves.forward(product, (rows, w), place, False) for product, w in one_each]
+    products = [moves.forward(product, (rows, w), place) for product, w in one_each]
     step = Step(
         tuple(p._replace(rhs=(i, 0)) for i, p in zip(weights, products, strict=True)), forms
     )
-    gate_up, (rows_kept, *kept) = step((rows, *firsts), sizes_of(place))
+    gate_up, (rows_kept, *kept) = step((rows, *firsts), sizes)
     gate_up = biased(static, gate_up, given.b_first, place)
     wanted = (True, keep and given.w_second is not None and moves.keeps_activation)
-    act = static.requests(gate_up, scale_of(place), recipes[1], wanted)
-    step = Step((moves.forward(static.second, (act, second), place, True),), ((0, 1), (1, 1)))
-    (y,), (act_kept, second_free) = step((act, second), sizes_of(place))
+    act = static.requests(gate_up, scale, recipes[1], wanted)
+    step = Step((moves.forward(static.second, None, place),), ((0, 1), (1, 1)))
+    (y,), (act_kept, second_free) = step((act, second), sizes)
     y, beside = moves.leave(static.second, y, given, routing, place)
     if not keep:
         return y, None
@@ -399,18 +402,15 @@ def _forward(
 
 def biased(static: Layer, gate_up: Any, biases: tuple[Any, ...], place: Any) -> GateUp:
     """The first products and their biases."""
-    each = zip(static.first, gate_up, biases, strict=True)
-    return tuple(static.moves.biased(product, y, bias, place) for product, y, bias in each)
+    return tuple(
+        y if bias is None else static.moves.biased(product, y, bias, place)
+        for product, y, bias in zip(static.first, gate_up, biases, strict=True)
+    )
 
 
-def sizes_of(place: Any) -> Any:
-    """The sizes of groups; None where there are none."""
-    return None if place is None else place.groups.sizes
-
-
-def scale_of(place: Any) -> Any:
-    """The scale of each row between both products, or None."""
-    return None if place is None else place.scale
+def _of_place(place: Any) -> tuple[Any, Any]:
+    """The sizes of groups, and the scale of each row between both products; None without groups."""
+    return (None, None) if place is None else (place.groups.sizes, place.scale)
 
 
 def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple:
@@ -437,26 +437,26 @@ def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple
 def _backward(static: Layer, kept: Kept, dy: jax.Array) -> Inputs:
     """The gradients by what one pass kept."""
     moves, sides, place = static.moves, kept.sides, kept.place
-    second, w2 = kept.recipes[1], sides.w_second
+    second, w2, (sizes, scale) = kept.recipes[1], sides.w_second, _of_place(place)
     gradient = moves.gradient(static.second, dy, place, second, w2)
-    gate_up = _again(static, kept)
+    gate_up = _again(static, kept, sizes)
     act = kept.act
     if w2 is not None and not moves.keeps_activation:
-        _, act = static.requests(gate_up, scale_of(place), second, (False, True)).forms()
+        _, act = static.requests(gate_up, scale, second, (False, True)).forms()
     # The gradient of the result: by w_second^T, and along rows for that of w_second.
     hidden, numbers = static.hidden(gate_up), ((0, 0), (2, 0))
     products = [moves.dgrad(static.second, *numbers, hidden, place, (1, 0))]
     if w2 is not None:
         products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place, (2, 0)))
     operands = (gradient, (act,), (kept.w_second,))
-    (dact, *dw2), _ = Step(tuple(products))(operands, sizes_of(place))
-    dx, dw1, sums = _through_first(static, kept, gate_up, dact)
+    (dact, *dw2), _ = Step(tuple(products))(operands, sizes)
+    dx, dw1, sums = _through_first(static, kept, gate_up, dact, sizes)
     back = Back(dy, gate_up, dact, dx, dw1, next(iter(dw2), None), sums)
     return moves.gradients(static, kept, back)
 
 
 def _through_first(
-    static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array
+    static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array, sizes: Any
 ) -> tuple[jax.Array, tuple, tuple]:
     """The gradients of rows and of the first weights; sums of the gradients of gates and ups."""
     moves, sides, place = static.moves, kept.sides, kept.place
@@ -471,7 +471,7 @@ def _through_first(
     fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
     step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))
     operands = (*gradients, (kept.rows,), *((free,) for _, free in kept.w_first))
-    found, sums = step(operands, sizes_of(place))
+    found, sums = step(operands, sizes)
     dw = dict(zip(wgrads, found, strict=False))
     dx = functools.reduce(jnp.add, found[len(wgrads) :])
     rows = {i: gradients[i].x.astype(jnp.float32) for i in summed} | dict(
@@ -482,7 +482,7 @@ def _through_first(
 
 def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -> list[Unquantized]:
     """The operands of the gradients of gates and ups, by the argument of the activation."""
-    own = static.gated(gate_up, scale_of(kept.place))
+    own = static.gated(gate_up, _of_place(kept.place)[1])
     recipe, ws, known = kept.recipes[0], kept.sides.w_first, None
     if len(gate_up) > 1:
         arguments = static.op, gate_up[0], own, dact
@@ -504,16 +504,16 @@ def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -
     ]  # fmt: skip
 
 
-def _again(static: Layer, kept: Kept) -> GateUp:
+def _again(static: Layer, kept: Kept, sizes: Any) -> GateUp:
     """Gates and ups, arranged: as they were kept, or computed again."""
     if static.residuals != "inputs":
         return tuple(floats_kept(each, static.second.dtype) for each in kept.gate_up)
     operands: Any = (kept.gate_up,), *((contracted,) for contracted, _ in kept.w_first)
     products = [
-        static.moves.forward(product, (operands[0], w), kept.place, False)._replace(rhs=(i, 0))
+        static.moves.forward(product, (operands[0], w), kept.place)._replace(rhs=(i, 0))
         for i, (product, w) in enumerate(zip(static.first, operands[1:], strict=True), 1)
     ]
-    gate_up, _ = Step(tuple(products))(operands, sizes_of(kept.place))
+    gate_up, _ = Step(tuple(products))(operands, sizes)
     return biased(static, gate_up, kept.biases, kept.place)
 
 

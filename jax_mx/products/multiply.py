@@ -81,7 +81,7 @@ def _avals(*leaves: Any, tree: Any, numbers: Numbers) -> list:
     if numbers.groups == ROWS and left[a] != right[b]:
         raise ValueError(f"ragged_dot: lhs of {left} does not fit rhs of {right}")
     shape = (left[-3 - a], right[-3 - b])
-    shape = (contraction.groups, *shape) if numbers.groups == SUMS else shape
+    shape = (*contraction.sizes.shape, *shape) if numbers.groups == SUMS else shape
     return [private.unsplit("mx_product", leaves, shape, numbers.dtype)]
 
 
@@ -274,7 +274,24 @@ class Multiplication(NamedTuple):
         if self.like is None or not (mesh.empty or mesh.are_all_axes_auto):
             return contraction
         i, form, axis = self.like
-        return contraction.split_like(forms[i][form], axis)
+        return _split_like(contraction, forms[i][form], axis)
+
+
+def _split_like(contraction: Contraction, form: Any, axis: int) -> Contraction:
+    """The contraction, whose result XLA is to split as a form whose contracted axis is `axis`.
+
+    It stays as it is where codes share bytes, dimensions are merged, or devices hold the whole
+    form, which XLA would split anew.
+    """
+    if form is None or form.gathered:
+        return contraction
+    array = form.array.values if isinstance(form.array, MXArray) else form.array
+    array = array if form.axis == axis else jnp.swapaxes(array, -1, -2)
+    numbers, shapes = contraction.numbers, [x.shape for x in (contraction.lhs, contraction.rhs)]
+    batch = tuple(shapes[0][d] for d in numbers.batch[0])
+    free = (tuple(n[d] for d in numbers.free(i, len(n))) for i, n in enumerate(shapes))
+    fits = array.shape == (*batch, *itertools.chain(*free))
+    return dataclasses.replace(contraction, like=array) if fits else contraction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,8 +313,7 @@ class Step:
         """The products, and the forms that are kept."""
         config: Any = jax.config
         # Without jit each call would be compiled anew, and kept.
-        if config.jax_disable_jit or not any(map(any, self._may_be_floats(operands))):
-            return self.computed(operands, sizes)
+        is_at_once = config.jax_disable_jit or not any(map(any, self._may_be_floats(operands)))
         read = self.wanted
         operands = [
             operand
@@ -306,6 +322,8 @@ class Step:
             for i, operand in enumerate(operands)
         ]
         leaves, tree = jax.tree.flatten((operands, sizes))
+        if is_at_once:
+            return self.computed(leaves, tree)
         params, passed = self.traced(leaves, tree)
         like, outs = params["like"], iter(step_p.bind(*leaves, **params))
         # An array that passes stays the caller's: of a scan, a residual that is one of its
@@ -321,8 +339,7 @@ class Step:
 
         def of_codes(*leaves: Any) -> list[Any]:
             nonlocal like
-            operands, sizes = tree.unflatten(leaves)
-            results, like = jax.tree.flatten(self.computed(operands, sizes))
+            results, like = jax.tree.flatten(self.computed(leaves, tree))
             places = {id(leaf): place for place, leaf in enumerate(leaves)}
             passed.update({i: places[id(y)] for i, y in enumerate(results) if id(y) in places})
             return [y for i, y in enumerate(results) if i not in passed]
@@ -348,27 +365,28 @@ class Step:
         )
 
     def computed(
-        self, operands: Operands, sizes: Any, names: Sequence[str] | None = None
+        self, leaves: Sequence[Any], tree: Any, names: Sequence[str] | None = None
     ) -> tuple[list[Any], list[Any]]:
         """Quantizes, then multiplies.
 
         Args:
-          operands: of the call.
-          sizes: of groups, or None.
+          leaves: of operands and of the sizes of groups.
+          tree: the structure of both.
           names: the implementations of the products, all of which multiply floats; None: products
             read codes, and the lowering of each decides.
         """
+        operands, sizes = tree.unflatten(leaves)
+        codes = [(False, False)] * len(operands)
+        as_floats = self._may_be_floats(operands) if names else codes
         forms: list[Any] = [
-            operand.forms(floats if names else (False, False))
-            if isinstance(operand, Unquantized)
-            else operand
-            for operand, floats in zip(operands, self._may_be_floats(operands), strict=True)
+            operand.forms(floats) if isinstance(operand, Unquantized) else operand
+            for operand, floats in zip(operands, as_floats, strict=True)
         ]
-        products = []
-        for i, one in enumerate(self.multiplications):
-            one = one._replace(implementation=names[i]) if names else one
-            products.append(multiplied(one.of(forms, sizes)))
-        return products, [forms[i][f] for i, f in self.kept]
+        contractions = [
+            one._replace(implementation=names[i] if names else one.implementation).of(forms, sizes)
+            for i, one in enumerate(self.multiplications)
+        ]
+        return [*map(multiplied, contractions)], [forms[i][f] for i, f in self.kept]
 
     def of_floats(self, tree: Any, passed: Sequence[int], names: Sequence[str]) -> Callable:
         """`computed` by implementations of these names, of leaves of (operands, sizes).
@@ -377,8 +395,7 @@ class Step:
         """
 
         def run(*leaves: Any) -> list[Any]:
-            operands, sizes = tree.unflatten(leaves)
-            results = jax.tree.leaves(self.computed(operands, sizes, names))
+            results = jax.tree.leaves(self.computed(leaves, tree, names))
             return [y for i, y in enumerate(results) if i not in passed]
 
         return run

@@ -256,9 +256,9 @@ class Unquantized:
         name: str = "rhs",
         wanted: tuple[bool, bool] = (True, True),
     ) -> Unquantized:
-        """The operand of a dense product, of floats as its caller has them."""
+        """The operand of a dense product, of arranged floats."""
         how: dict[str, Any] = {"axis": side.axis, "wanted": wanted, "pads": side.pads}
-        return cls(side.arranged(x), recipe, name=name, **how)
+        return cls(x, recipe, name=name, **how)
 
     @property
     def uses(self) -> tuple[Use | None, Use | None]:
@@ -514,6 +514,23 @@ def _in_floats(x: Any) -> Any:
     return floats_of(x) if isinstance(x, MXArray) else x
 
 
+def weight_forms(floats: Any, quantized: Any, recipe: Any, dgrad: bool) -> Any:
+    """The forms of a weight of groups: for the forward product, for the gradient of lhs.
+
+    Args:
+      floats: (G, K, N), or None.
+      quantized: a frozen `MXArray`, (G, K, N) or (G, N, K); or both forms; or None.
+      recipe: of floats.
+      dgrad: whether the second one is wanted.
+    """
+    if isinstance(quantized, MXArray):
+        at = quantized.axis if len(quantized.block) == 1 else -2
+        return ProductOperand(quantized, at), ProductOperand(quantized, -3 - at)
+    if quantized is not None:
+        return quantized
+    return Unquantized(floats, recipe, name="rhs", axis=-2, wanted=(True, dgrad)).forms()
+
+
 def operand_for(
     side: Arrangement, x: Any, quantized: Any, recipe: Any, name: str, wanted: tuple[bool, bool]
 ) -> Any:
@@ -521,7 +538,7 @@ def operand_for(
 
     Args:
       side: how it is arranged.
-      x: floats, or None.
+      x: floats, arranged where nothing is quantized already; or None.
       quantized: an `MXArray`, both forms, or None.
       recipe: of floats.
       name: "lhs" or "rhs".

@@ -19,11 +19,12 @@ from jax_mx.products.arguments import (
     warn_of_fixed_keys,
     weight_of,
 )
+from jax_mx.products.auto import recipe_beside
 from jax_mx.products.derivative import Static, product
 from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.implementations import named
 from jax_mx.products.ragged import clamped
-from jax_mx.products.recipes import AUTO, Recipe, is_floats, recipe_beside
+from jax_mx.products.recipes import AUTO, Recipe, is_floats
 from jax_mx.quantizing.mxarray import MXArray
 
 
