@@ -212,10 +212,10 @@ def moe(
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
     b1, b2 = biases
-    given = Inputs(x, weights, (first.floats,), second.floats, (b1,), b2)
-    recipes = tuple(wires.numbered(each, (axes.experts, axes.tensor)) for each in recipes)
+    inputs = Inputs(x, weights, (first.floats,), second.floats, (b1,), b2)
+    recipes = tuple(wires.numbered(recipe, (axes.experts, axes.tensor)) for recipe in recipes)
     quantized = (first.quantized,), second.quantized
-    leaves, tree = jax.tree.flatten((given, quantized, trip, recipes))
+    leaves, tree = jax.tree.flatten((inputs, quantized, trip, recipes))
     return layer(static, *tree.unflatten(private.vary_alike(*leaves)))
 
 
@@ -236,10 +236,10 @@ def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax
     def shard(x, experts, weights, w1, w2, b1, b2, recipe):
         if apart:
             w1, b1 = (w if w is None else w.reshape(*w.shape[:-2], -1) for w in (w1, b1))
-        own = {"expert_axis": mapping.axes.experts, "tensor_axis": mapping.axes.tensor}
+        names = {"expert_axis": mapping.axes.experts, "tensor_axis": mapping.axes.tensor}
         recipe = wires.numbered(recipe, [n for n in mapping.tokens if n != mapping.axes.experts])
         return moe(
-            x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **own, **options
+            x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **names, **options
         )
 
     operands = (x, experts, weights, w1, w2, b1, b2, recipe)
@@ -299,25 +299,24 @@ class Slots(Moves):
     keeps_activation: ClassVar[bool] = False
 
     def enter(
-        self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+        self, inputs: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
     ) -> tuple[Any, SlotPlace]:
         """See `Moves`."""
-        tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False), moves=True)
-        rows, (experts, weights) = routing.tokens(tokens), routing.choices(given.weights)
+        tokens = Unquantized(inputs.x, recipe, name="lhs", wanted=(True, False), moves=True)
+        rows, (experts, weights) = routing.tokens(tokens), routing.choices(inputs.weights)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots
         groups = Groups.from_experts(experts, routing.own, align=align, most=routing.most)
         return rows, SlotPlace(groups, groups.of_slots(weights), routing)
 
     def operands(
-        self, layer: Layer, given: Inputs, quantized: tuple, place: Any, recipes: Recipes, keep: Any
+        self, layer: Layer, inputs: Inputs, codes: tuple, place: Any, recipes: Recipes, keep: Any
     ) -> tuple[Unquantized, list[Any], Any]:
         """See `Moves`."""
-        (first, second), (wgrad, dgrad), x = recipes, keep, given.x
+        (first, second), (wgrad, dgrad), x = recipes, keep, inputs.x
         firsts = [
-            weight_forms(w, codes, first, dgrad)
-            for w, codes in zip(given.w_first, quantized[0], strict=True)
+            weight_forms(w, q, first, dgrad) for w, q in zip(inputs.w_first, codes[0], strict=True)
         ]
-        w_second = weight_forms(given.w_second, quantized[1], second, dgrad)
+        w_second = weight_forms(inputs.w_second, codes[1], second, dgrad)
         request = Moved if isinstance(x, MXArray) else Unquantized
         rows = request(x, first, place.groups.rows, name="lhs", wanted=(True, wgrad))
         return rows, firsts, w_second
@@ -326,11 +325,11 @@ class Slots(Moves):
         self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
     ) -> Unquantized:
         """See `Moves`."""
-        how: dict[str, Any] = {"name": "gradient", "frozen": (weight is None, False)}
-        alone = Unquantized(dy, recipe, wanted=(True, False), moves=True, **how)
+        options: dict[str, Any] = {"name": "gradient", "frozen": (weight is None, False)}
+        alone = Unquantized(dy, recipe, wanted=(True, False), moves=True, **options)
         rows = place.trip.tokens(alone)
         request, wanted = Moved if isinstance(rows, MXArray) else Unquantized, weight is not None
-        return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **how)
+        return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **options)
 
     def forward(
         self, product: Static, operands: tuple[Any, Any] | None, place: Any
@@ -360,8 +359,8 @@ class Slots(Moves):
         like: FormNumber,
     ) -> Multiplication:
         """See `Moves`."""
-        how: dict[str, Any] = {"groups": SUMS, "align": place.groups.align, "over_rows": True}
-        return product.multiplication(rows, gradient, weight.dtype, **how)
+        options: dict[str, Any] = {"groups": SUMS, "align": place.groups.align, "over_rows": True}
+        return product.multiplication(rows, gradient, weight.dtype, **options)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""
@@ -369,19 +368,19 @@ class Slots(Moves):
         return (y.astype(jnp.float32) + rows).astype(product.dtype)
 
     def leave(
-        self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
+        self, product: Static, y: jax.Array, inputs: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """See `Moves`; the backward pass needs b_down and the routing."""
-        y, beside = routing.back(place.groups.combined(y)), None
-        if given.b_second is not None:  # of this shard's tokens and all experts
-            bias = wires.gathered(self.axis, given.b_second).astype(jnp.float32)
+        y, leaving = routing.back(place.groups.combined(y)), None
+        if inputs.b_second is not None:  # of this shard's tokens and all experts
+            bias = wires.gathered(self.axis, inputs.b_second).astype(jnp.float32)
             rows = reference.rows_of(bias, routing.experts)
-            rows = rows * given.weights.astype(jnp.float32)[:, :, None]
+            rows = rows * inputs.weights.astype(jnp.float32)[:, :, None]
             is_one = _is_one(routing.experts, bias.shape[0])[:, :, None]
             rows = jnp.where(is_one, rows, 0).sum(1)
             y = y + wires.on_first_shard(self.tensor, rows).astype(y.dtype)
-            beside = bias, routing.experts, given.weights
-        return wires.summed_shards(self.tensor, y), beside
+            leaving = bias, routing.experts, inputs.weights
+        return wires.summed_shards(self.tensor, y), leaving
 
     @property
     def in_rounds(self) -> bool:
@@ -392,9 +391,9 @@ class Slots(Moves):
         """See `Moves`; random numbers are a round's own."""
 
         def one(trip: Any, operands: Any) -> Any:
-            given, quantized, recipes, *more = operands
+            inputs, quantized, recipes, *more = operands
             recipes = tuple(recipe.fold_in(trip.number) for recipe in recipes)
-            return run(trip, (given, quantized, recipes, *more))
+            return run(trip, (inputs, quantized, recipes, *more))
 
         return routing.rest(one, sums, operands)
 
@@ -411,14 +410,14 @@ class Slots(Moves):
         ((bias,), (sums,)) = sides.b_first, back.sums
         if bias is not None:
             db1 = _by_expert(sums, groups).astype(bias.dtype)
-        if kept.beside is not None:
-            bias, experts, weights = kept.beside
+        if kept.leaving is not None:
+            bias, experts, weights = kept.leaving
             dy, is_one = back.dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
             db2 = _sums(*_shares(experts, weights, bias.shape[0]), dy)
             db2 = wires.on_first_shard(self.tensor, db2)
             db2 = wires.sum_and_scatter(self.axis, db2).astype(sides.b_second.dtype)
-            each = (reference.rows_of(bias, experts) * dy[:, None]).sum(-1)
-            dweights += wires.on_first_shard(self.tensor, jnp.where(is_one, each, 0))
+            shares = (reference.rows_of(bias, experts) * dy[:, None]).sum(-1)
+            dweights += wires.on_first_shard(self.tensor, jnp.where(is_one, shares, 0))
         dweights = dweights.astype(sides.weights.dtype)
         return Inputs(dx, dweights, back.dw_first, back.dw_second, (db1,), db2)
 
@@ -464,8 +463,8 @@ def _by_expert(sums: jax.Array, groups: Groups) -> jax.Array:
       sums: float32 (R / 32, columns), of 32 slots each, or of all slots themselves.
       groups: the slots.
     """
-    each = groups.align // (1 if sums.shape[0] == groups.rows.shape[0] else BLOCK)
-    runs = sums.reshape(-1, each, sums.shape[-1]).sum(1)
+    count = groups.align // (1 if sums.shape[0] == groups.rows.shape[0] else BLOCK)
+    runs = sums.reshape(-1, count, sums.shape[-1]).sum(1)
     experts = groups.experts[:: groups.align]
     is_it = experts[:, None] == jnp.arange(groups.num_experts, dtype=experts.dtype)[None]
     return _sums(is_it.astype(jnp.float32), is_it, runs)

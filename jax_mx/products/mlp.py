@@ -103,10 +103,10 @@ def mlp(
     if isinstance(x, MXArray | QuantizedWeight):
         raise TypeError(f"{op}: x must be an array of floats, got {type(x).__name__}")
     dtype = float_dtype(op, "x", x.dtype)
-    given = w_gate_up if pair else [w_gate_up]
-    if any(isinstance(w, QuantizedWeight) for w in (*given, w2)):
-        *given, w2 = unquantized(recipe, *given, w2)
-    first = [operand_of(op, *each) for each in zip(names, given, strict=True)]
+    firsts = w_gate_up if pair else [w_gate_up]
+    if any(isinstance(w, QuantizedWeight) for w in (*firsts, w2)):
+        *firsts, w2 = unquantized(recipe, *firsts, w2)
+    first = [operand_of(op, name, w) for name, w in zip(names, firsts, strict=True)]
     exact = is_exact(op, precision)
     sizes = functools.partial(_sizes, x, [*first, w2])
     is_free = implementation is None and not exact
@@ -146,8 +146,8 @@ def mlp(
     )
     f1, q1 = zip(*map(parts_of, first), strict=True)
     f2, q2 = parts_of(w2)
-    given = Inputs(x, None, f1, f2, b1, b2)
-    leaves, tree = jax.tree.flatten((given, (q1, q2), None, recipes))
+    inputs = Inputs(x, None, f1, f2, b1, b2)
+    leaves, tree = jax.tree.flatten((inputs, (q1, q2), None, recipes))
     return layer(static, *tree.unflatten(private.vary_alike(*leaves)))
 
 
@@ -201,18 +201,18 @@ def _columns(
     Raises:
       ValueError: a pair has two numbers, or blocks do not divide what the activation makes of them.
     """
-    units, each = recipe.units, [layout.rhs.free[0] for layout in layouts]
-    if len({*each}) > 1:
-        raise ValueError(f"{op}: the weights of w_gate_up have {each} columns; both must agree")
-    halves = 2 if gate.has_gate and len(each) == 1 else 1
-    if each[0] % (wanted := math.lcm(halves * units.forward, units.dgrad)):
+    units, columns = recipe.units, [layout.rhs.free[0] for layout in layouts]
+    if len({*columns}) > 1:
+        raise ValueError(f"{op}: the weights of w_gate_up have {columns} columns; both must agree")
+    halves = 2 if gate.has_gate and len(columns) == 1 else 1
+    if columns[0] % (wanted := math.lcm(halves * units.forward, units.dgrad)):
         blocks = "blocks" if max(units) == BLOCK else "blocks and Hadamard transforms"
         raise ValueError(
-            f"{op}: {names[0]} has {each[0]} columns, must be a multiple of {wanted}, as "
+            f"{op}: {names[0]} has {columns[0]} columns, must be a multiple of {wanted}, as "
             f"{gate.name} makes I of {halves} I, in {blocks} of {units.forward}; pad gates and "
             "ups with zero columns, and w_down with zero rows"
         )
-    return each[0]
+    return columns[0]
 
 
 def _biases(op: str, names: tuple[str, ...], biases: Any, columns: int) -> tuple:
@@ -248,8 +248,8 @@ def _may_be_split() -> bool:
     Where it may not, they become one dimension, as kernels want them.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(kind != AxisType.Manual and mesh.shape[name] > 1 for name, kind in kinds)
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(axis != AxisType.Manual and mesh.shape[name] > 1 for name, axis in axes)
 
 
 def _layout(
@@ -288,7 +288,7 @@ def _layout(
 
 def _spec_between(rows: tuple, columns: Any) -> tuple:
     """The partition spec of a product: rows, and columns but for axes that split rows."""
-    taken = {name for each in rows for name in names_in(each)}
+    taken = {name for names in rows for name in names_in(names)}
     return (*rows, tuple(n for n in names_in(columns) if n not in taken) or None)
 
 
@@ -300,27 +300,27 @@ class InPlace(Moves):
     keeps_activation: ClassVar[bool] = True
 
     def enter(
-        self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+        self, inputs: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
     ) -> tuple[Any, Any]:
         """See `Moves`."""
-        return given.x, None
+        return inputs.x, None
 
     def operands(
-        self, layer: Layer, given: Inputs, quantized: tuple, place: Any, recipes: Recipes, keep: Any
+        self, layer: Layer, inputs: Inputs, codes: tuple, place: Any, recipes: Recipes, keep: Any
     ) -> tuple[Unquantized, list[Any], Any]:
         """See `Moves`."""
         (first, second), (wgrad, dgrad) = recipes, keep
         sides = [product.arranged.rhs for product in (*layer.first, layer.second)]
-        floats, codes = (*given.w_first, given.w_second), (*quantized[0], quantized[1])
+        floats, quantized = (*inputs.w_first, inputs.w_second), (*codes[0], codes[1])
         weights = [
             w if q is not None else side.arranged(w)
-            for side, w, q in zip(sides, floats, codes, strict=True)
+            for side, w, q in zip(sides, floats, quantized, strict=True)
         ]
         lhs, by = layer.first[0].arranged.lhs, [*[first] * len(layer.first), second]
-        x = lhs.arranged(given.x)
+        x = lhs.arranged(inputs.x)
         *firsts, w_second = (
             operand_for(side, w, q, recipe, "rhs", (True, dgrad))
-            for side, w, q, recipe in zip(sides, weights, codes, by, strict=True)
+            for side, w, q, recipe in zip(sides, weights, quantized, by, strict=True)
         )
         return Unquantized.of(lhs, x, first, "lhs", (True, wgrad)), firsts, w_second
 
@@ -329,10 +329,10 @@ class InPlace(Moves):
     ) -> Unquantized:
         """See `Moves`."""
         layout, frozen = product.arranged, weight is None
-        how: dict[str, Any] = {"wanted": (True, not frozen), "frozen": (frozen, False)}
-        how |= {"name": "gradient", "pads": layout.gradient_pads}
+        options: dict[str, Any] = {"wanted": (True, not frozen), "frozen": (frozen, False)}
+        options |= {"name": "gradient", "pads": layout.gradient_pads}
         dy = layout.gradient(layout.gathered_gradient(dy, None, weight))
-        return Unquantized(dy, recipe, **how)
+        return Unquantized(dy, recipe, **options)
 
     def forward(
         self, product: Static, operands: tuple[Any, Any] | None, place: Any
@@ -373,11 +373,11 @@ class InPlace(Moves):
         return _plus(y, bias, product.arranged.lhs.rows)
 
     def leave(
-        self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
+        self, product: Static, y: jax.Array, inputs: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """See `Moves`."""
         y = product.arranged.result(y, product.out_sharding)
-        return y if given.b_second is None else _plus(y, given.b_second), None
+        return y if inputs.b_second is None else _plus(y, inputs.b_second), None
 
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """See `Moves`."""

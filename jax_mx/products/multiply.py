@@ -168,9 +168,9 @@ def _lower_alone(
         name = "xla"  # libraries divide by lengths, or read elements
 
     def product(*leaves: Any) -> list[jax.Array]:
-        own = splitting.of_arrays(_contraction_of(tree, leaves, numbers))
+        contraction = splitting.of_arrays(_contraction_of(tree, leaves, numbers))
         with jax.named_scope(f"by_{served.implementation}"):  # so that profiles and dumps say it
-            return [IMPLEMENTATIONS[name].compute(own, served)]
+            return [IMPLEMENTATIONS[name].compute(contraction, served)]
 
     rule: Any = mlir.lower_fun(product, multiple_results=True)
     return rule(ctx, *leaves)
@@ -405,7 +405,7 @@ class Step:
         read = {side for one in self.multiplications for side in (one.lhs, one.rhs)}
         read -= {*self.kept}
         may_be = [isinstance(x, Unquantized) and x.may_be_floats for x in operands]
-        return [(own and (i, 0) in read, own and (i, 1) in read) for i, own in enumerate(may_be)]
+        return [(may and (i, 0) in read, may and (i, 1) in read) for i, may in enumerate(may_be)]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -432,8 +432,8 @@ def _step_avals(*leaves: Any, codes: Any, **_: Any) -> list:
 def _batch_step(
     args: Any, dims: Any, *, codes: Any, mapped: tuple, **params: Any
 ) -> tuple[list, list]:
-    own = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(codes), in_axes=tuple(dims)))(*args)
-    outs = step_p.bind(*args, codes=own, mapped=(*mapped, tuple(dims)), **params)
+    batched = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(codes), in_axes=tuple(dims)))(*args)
+    outs = step_p.bind(*args, codes=batched, mapped=(*mapped, tuple(dims)), **params)
     return outs, [0] * len(outs)
 
 
@@ -502,10 +502,10 @@ def gives_floats(of_floats: Any, target: targets.Target) -> bool:
                 registry.chosen(plan, target.platform, chips).quantizes_at_once for plan in asked
             )
             and all(
-                IMPLEMENTATIONS[str(own.implementation)].support(own, chips)
-                for own in (
-                    splitting_of(each, target).contraction
-                    for each in contractions_in(of_floats.jaxpr)
+                IMPLEMENTATIONS[str(product.implementation)].support(product, chips)
+                for product in (
+                    splitting_of(contraction, target).contraction
+                    for contraction in contractions_in(of_floats.jaxpr)
                 )
             )
         )

@@ -257,8 +257,8 @@ class Unquantized:
         wanted: tuple[bool, bool] = (True, True),
     ) -> Unquantized:
         """The operand of a dense product, of arranged floats."""
-        how: dict[str, Any] = {"axis": side.axis, "wanted": wanted, "pads": side.pads}
-        return cls(x, recipe, name=name, **how)
+        options: dict[str, Any] = {"axis": side.axis, "wanted": wanted, "pads": side.pads}
+        return cls(x, recipe, name=name, **options)
 
     @property
     def uses(self) -> tuple[Use | None, Use | None]:
@@ -404,8 +404,8 @@ class Unquantized:
     def _made(self, x: jax.Array) -> jax.Array:
         """The floats that `quantize` would make of x."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
-        own = self.activation.own if self.has_sums else self.activation
-        return x if own is None else made("quantize", x, own)
+        activation = self.activation.own if self.has_sums else self.activation
+        return x if activation is None else made("quantize", x, activation)
 
     def _floats(self, x: jax.Array) -> jax.Array:
         """The floats that `quantize` would take, in bfloat16 unless the recipe leaves floats."""
@@ -464,8 +464,8 @@ class Moved(Unquantized):
         assert self.rows is not None
         if any(as_floats):  # quantized again along its elements, an array is the same floats
             names = ("name", "wanted", "frozen", "number")
-            how: dict[str, Any] = {name: getattr(self, name) for name in names}
-            floats = Unquantized(floats_of(self.x), self.recipe, self.rows, **how)
+            options: dict[str, Any] = {name: getattr(self, name) for name in names}
+            floats = Unquantized(floats_of(self.x), self.recipe, self.rows, **options)
             return floats.forms(as_floats)
         forms: dict[int, ProductOperand] = {}
         for number, use, axis, _ in self._parts(as_floats):
