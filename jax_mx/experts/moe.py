@@ -43,7 +43,7 @@ from jax_mx.products.derivative import Side, Static, align_of
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.groups import Groups, integers
 from jax_mx.products.implementations import named
-from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, Recipes, layer
+from jax_mx.products.layer import Back, FormNumbers, Inputs, Kept, Layer, Moves, Recipes, layer
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized, weight_forms
 from jax_mx.products.recipes import AUTO, Recipe
@@ -337,30 +337,14 @@ class Slots(Moves):
         """See `Moves`."""
         return product.multiplication((0, 0), (1, 0), groups=ROWS, align=place.groups.align)
 
-    def dgrad(
-        self,
-        product: Static,
-        gradient: FormNumber,
-        weight: FormNumber,
-        rows: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
+    def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
         """See `Moves`."""
-        return product.multiplication(gradient, weight, groups=ROWS, align=place.groups.align)
+        return product.multiplication(*forms[:2], groups=ROWS, align=place.groups.align)
 
-    def wgrad(
-        self,
-        product: Static,
-        rows: FormNumber,
-        gradient: FormNumber,
-        weight: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
+    def wgrad(self, product: Static, forms: FormNumbers, w: Side, place: Any) -> Multiplication:
         """See `Moves`."""
         options: dict[str, Any] = {"groups": SUMS, "align": place.groups.align, "over_rows": True}
-        return product.multiplication(rows, gradient, weight.dtype, **options)
+        return product.multiplication(*forms[:2], w.dtype, **options)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""

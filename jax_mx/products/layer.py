@@ -38,6 +38,7 @@ from jax_mx.quantizing.quantize import quantize
 
 Recipes = tuple[Recipe, Recipe]  # of both products: where a weight brings signs, they differ
 FormNumber = tuple[int, int]  # of a step: the number of an operand, and of its form
+FormNumbers = tuple[FormNumber, FormNumber, FormNumber]  # both operands, what the result is like
 GateUp = tuple[Any, ...]  # gates and ups as one array, or as one each
 
 
@@ -179,30 +180,17 @@ class Moves(ABC):
         """A product of a step's two operands: of the first product; None of the second one."""
 
     @abstractmethod
-    def dgrad(
-        self,
-        product: Static,
-        gradient: FormNumber,
-        weight: FormNumber,
-        rows: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
-        """The product for the gradient of rows; `like`: their form along rows."""
+    def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
+        """The product for the gradient of rows, of the result's gradient and a weight.
+
+        The third of `forms` is that of rows along rows.
+        """
 
     @abstractmethod
-    def wgrad(
-        self,
-        product: Static,
-        rows: FormNumber,
-        gradient: FormNumber,
-        weight: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
-        """The product for the gradient of a weight, both operands along rows.
+    def wgrad(self, product: Static, forms: FormNumbers, w: Side, place: Any) -> Multiplication:
+        """The product for the gradient of a weight, of rows and the result's gradient along rows.
 
-        `like`: its form along its free axis.
+        The third of `forms` is that of the weight along its free axis.
         """
 
     @abstractmethod
@@ -444,10 +432,9 @@ def _backward(static: Layer, kept: Kept, dy: jax.Array) -> Inputs:
     if w2 is not None and not moves.keeps_activation:
         _, act = static.requests(gate_up, scale, second, (False, True)).forms()
     # The gradient of the result: by w_second^T, and along rows for that of w_second.
-    hidden, numbers = static.hidden(gate_up), ((0, 0), (2, 0))
-    products = [moves.dgrad(static.second, *numbers, hidden, place, (1, 0))]
+    products = [moves.dgrad(static.second, ((0, 0), (2, 0), (1, 0)), static.hidden(gate_up), place)]
     if w2 is not None:
-        products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place, (2, 0)))
+        products.append(moves.wgrad(static.second, ((1, 0), (0, 1), (2, 0)), w2, place))
     operands = (gradient, (act,), (kept.w_second,))
     (dact, *dw2), _ = Step(tuple(products))(operands, sizes)
     dx, dw1, sums = _through_first(static, kept, gate_up, dact, sizes)
@@ -464,9 +451,9 @@ def _through_first(
     n, dgrads, wgrads = len(gradients), [], {}
     for i, (product, w) in enumerate(zip(static.first, sides.w_first, strict=True)):
         free = (n + 1 + i, 0)
-        dgrads.append(moves.dgrad(product, (i, 0), free, sides.x, place, (n, 0)))
+        dgrads.append(moves.dgrad(product, ((i, 0), free, (n, 0)), sides.x, place))
         if w is not None:
-            wgrads[i] = moves.wgrad(product, (n, 0), (i, 1), w, place, free)
+            wgrads[i] = moves.wgrad(product, ((n, 0), (i, 1), free), w, place)
     summed = [i for i, bias in enumerate(sides.b_first) if bias is not None]
     fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
     step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))

@@ -28,7 +28,7 @@ from jax_mx.products.auto import Sizes, recipe_beside, resolved
 from jax_mx.products.derivative import Side, Static, parts_of
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
-from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, Recipes, layer
+from jax_mx.products.layer import Back, FormNumbers, Inputs, Kept, Layer, Moves, Recipes, layer
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import QuantizedWeight, Unquantized, operand_for
 from jax_mx.products.recipes import AUTO, PRODUCTS, Recipe, check_frozen
@@ -344,29 +344,15 @@ class InPlace(Moves):
         spec = _spec_between(spec_of(x)[:-1], spec_of(w)[-3 - axis])
         return product.multiplication((0, 0), (1, 0), spec=spec)
 
-    def dgrad(
-        self,
-        product: Static,
-        gradient: FormNumber,
-        weight: FormNumber,
-        rows: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
+    def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
         """See `Moves`."""
+        gradient, weight, like = forms
         return product.dgrad(gradient, weight, rows, like)
 
-    def wgrad(
-        self,
-        product: Static,
-        rows: FormNumber,
-        gradient: FormNumber,
-        weight: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
+    def wgrad(self, product: Static, forms: FormNumbers, w: Side, place: Any) -> Multiplication:
         """See `Moves`."""
-        return product.wgrad(rows, gradient, weight, like)
+        rows, gradient, like = forms
+        return product.wgrad(rows, gradient, w, like)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""
