@@ -527,7 +527,7 @@ def test_an_older_jax_takes_its_own_kernels(on_blackwell, monkeypatch):
     (note,) = chosen.passed_over
     assert note.startswith("ragged_dot: 'tcgen05' wants JAX 99") and "install" in note
     assert reads.layout_for_trace().name == "row_major"
-    assert tcgen05.align_for_trace() == 1
+    assert reads.align_for_trace() == 1
 
 
 def test_explain_needs_no_chip(on_blackwell):

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax_mx.experts import wires
 from jax_mx.experts.costs import WAYS
 from jax_mx.experts.rounds import Round
+from jax_mx.formats.arrangements import what_of
 from jax_mx.formats.checks import array_of, flag, implementation_of, is_symbolic, name_among
 from jax_mx.formats.formats import BLOCK
 from jax_mx.launch import private
@@ -36,7 +37,6 @@ from jax_mx.products.arguments import (
     warn_of_fixed_keys,
     weight_of,
 )
-from jax_mx.products.arrangements import what_of
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.derivative import Side, Static, align_of, weight_forms
 from jax_mx.products.fallback import unquantized

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_mx.formats.arrangements import (
+    Arrangements,
+    arrangements_of,
+    as_tuples,
+    dimensions_of,
+)
 from jax_mx.formats.checks import float_dtype, implementation_of
+from jax_mx.formats.reads import layout_for_trace
 from jax_mx.launch import private
 from jax_mx.products.arguments import (
     check_out_sharding,
@@ -20,18 +27,11 @@ from jax_mx.products.arguments import (
     operand_of,
     warn_of_fixed_keys,
 )
-from jax_mx.products.arrangements import (
-    Arrangements,
-    arrangements_of,
-    as_tuples,
-    dimensions_of,
-)
 from jax_mx.products.auto import Sizes, resolved
 from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, placed, product
 from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.reads import layout_for_trace
 from jax_mx.products.recipes import AUTO, Recipe, check_frozen, is_floats, recipe_beside
 from jax_mx.quantizing.mxarray import MXArray
 

@@ -15,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mx.formats import reads
 from jax_mx.formats.checks import is_symbolic
 from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_DTYPE
 from jax_mx.formats.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_16X16, SHUFFLED_32X8, Layout
 from jax_mx.formats.sharding import shards_of
 from jax_mx.formats.windows import ROW
 from jax_mx.launch import chips as chip_table
-from jax_mx.products import amd, kernel_plans, kernels, pallas, tcgen05, tensor_cores
+from jax_mx.products import amd, kernel_plans, kernels, pallas, tcgen05
 from jax_mx.products import ragged as reference
 from jax_mx.products.contraction import (
     SUMS,
@@ -275,7 +276,7 @@ def _fp8_support(contraction: Contraction, chips: Sequence[str]) -> Served:
                 name, contraction, "wants one scale for each row: quantize(..., window='row')"
             )
     for chip in chips:
-        if chip not in (*tensor_cores.FP8, "cpu"):
+        if chip not in (*reads.FP8, "cpu"):
             return refused(name, contraction, f"wants FP8 tensor cores, {chip} has none")
     return Served(name)
 
@@ -353,16 +354,16 @@ IMPLEMENTATIONS: Mapping[str, ProductImplementation] = {
         ),
         ProductImplementation(
             tcgen05.NAME, "cuda", tcgen05.support, tcgen05.run,
-            _on(tensor_cores.TCGEN05.__contains__), FP8_ERROR, layouts=(BLOCKED_128X4, ROW_MAJOR),
+            _on(reads.TCGEN05.__contains__), FP8_ERROR, layouts=(BLOCKED_128X4, ROW_MAJOR),
             executed="JAX's interpreter", is_pallas=True,
         ),
         ProductImplementation(
-            "fp8", "any", _fp8_support, _fp8, _on(tensor_cores.FP8.__contains__), FP8_ERROR,
+            "fp8", "any", _fp8_support, _fp8, _on(reads.FP8.__contains__), FP8_ERROR,
             ops=(DENSE,),
         ),
         ProductImplementation(
             "scaled_dot", "any", _scaled_dot_support, _scaled_dot,
-            _on(tensor_cores.SCALED_DOT.__contains__), ops=(DENSE,), splits_itself=True,
+            _on(reads.SCALED_DOT.__contains__), ops=(DENSE,), splits_itself=True,
         ),
         ProductImplementation(
             pallas.HOPPER, "cuda", pallas.hopper_support, pallas.run_hopper,

@@ -31,8 +31,8 @@ import numpy as np
 
 from jax_mx.formats.checks import is_symbolic
 from jax_mx.formats.formats import BLOCK, Format
+from jax_mx.formats.views import padded
 from jax_mx.products import primitives as products
-from jax_mx.products.arrangements import padded
 from jax_mx.quantizing.facts.product_kernels import (
     FEWEST,
     PRODUCTS,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from jax_mx.formats.arrangements import Arrangements, arrangements_of
 from jax_mx.formats.checks import float_dtype, implementation_of
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.sharding import is_explicit, names_in, resharded, spec_of
@@ -23,7 +24,6 @@ from jax_mx.products.arguments import (
     residuals_of,
     warn_of_fixed_keys,
 )
-from jax_mx.products.arrangements import Arrangements, arrangements_of
 from jax_mx.products.auto import Sizes, resolved
 from jax_mx.products.derivative import (
     Side,

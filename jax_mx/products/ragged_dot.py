@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.formats.checks import float_dtype, implementation_of, is_symbolic
+from jax_mx.formats.groups import clamped
 from jax_mx.launch import private
 from jax_mx.products.arguments import (
     Weight,
@@ -22,7 +23,6 @@ from jax_mx.products.arguments import (
 from jax_mx.products.derivative import Static, product
 from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.implementations import named
-from jax_mx.products.ragged import clamped
 from jax_mx.products.recipes import AUTO, Recipe, is_floats, recipe_beside
 from jax_mx.quantizing.mxarray import MXArray
 

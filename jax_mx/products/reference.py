@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_mx.formats.blocks import dequantize
 from jax_mx.formats.formats import BLOCK
-from jax_mx.products.ragged import clamped
+from jax_mx.formats.groups import clamped
 from jax_mx.quantizing.facts.product_kernels import UNIT
 
 
