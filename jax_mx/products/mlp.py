@@ -25,13 +25,6 @@ from jax_mx.products.arguments import (
     warn_of_fixed_keys,
 )
 from jax_mx.products.auto import Sizes, resolved
-from jax_mx.products.derivative import (
-    Side,
-    Static,
-    gathered_for,
-    gathered_once,
-    parts_of,
-)
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
@@ -43,6 +36,14 @@ from jax_mx.products.recipes import (
     Recipe,
     check_frozen,
     recipe_beside,
+)
+from jax_mx.products.sides import (
+    Side,
+    Static,
+    gathered_for,
+    gathered_once,
+    keeps_rows,
+    parts_of,
 )
 from jax_mx.quantizing.activations import Gated, row_of
 from jax_mx.quantizing.mxarray import MXArray
@@ -145,10 +146,13 @@ def mlp(
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
         out_sharding = jax.sharding.PartitionSpec(*spec)
-    shared = (exact, implementation)
+    shared, chosen = (exact, implementation), recipe.chosen
     static = Layer(
-        tuple(Static(op, layout, dtype, *shared, None, recipe.chosen) for layout in layouts),
-        Static(op, second, dtype, *shared, out_sharding, recipe.chosen),
+        tuple(
+            Static(op, layout, dtype, *shared, None, chosen, keeps_rows(w, recipes[0]))
+            for w, layout in zip(first, layouts, strict=True)
+        ),
+        Static(op, second, dtype, *shared, out_sharding, chosen, keeps_rows(w2, recipes[1])),
         gate.name,
         gate.interleaved,
         residuals,

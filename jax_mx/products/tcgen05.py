@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.formats import views
+from jax_mx.formats import reads, views
 from jax_mx.formats.checks import is_symbolic
 from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.formats.groups import clamped
 from jax_mx.formats.layouts import BLOCKED_128X4, ROW_MAJOR
-from jax_mx.formats.reads import ALIGN, TCGEN05, VERSION
+from jax_mx.formats.reads import ALIGN, TCGEN05
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, is_along, refused
 from jax_mx.products.groups import Groups
 from jax_mx.products.tcgen05_kernel import ROWS as TILE
@@ -36,8 +36,8 @@ _FLOATS = (jnp.bfloat16, jnp.float16)
 def support(contraction: Contraction, chips: Sequence[str]) -> Served:
     """Whether the kernel serves a contraction on chips."""
     why, advice = _other_chip(chips), ""
-    if not why and jax.__version_info__ < VERSION:
-        wanted = ".".join(map(str, VERSION))
+    if not why and jax.__version_info__ < reads.VERSION:
+        wanted = ".".join(map(str, reads.VERSION))
         why, advice = f"wants JAX {wanted}, this is {jax.__version__}", "install it or a newer one"
     why = why or contraction.unsplit or _shapes(contraction)
     if not why and not _codes(contraction):
