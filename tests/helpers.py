@@ -33,8 +33,8 @@ from jax_mx.formats.layouts import ROW_MAJOR_VALUES, SCALE_LAYOUTS
 from jax_mx.launch import rule as words
 from jax_mx.launch import store, targets
 from jax_mx.launch.chips import arch_of
-from jax_mx.products import kernel_plans
-from jax_mx.products.kernels import swapped_floats
+from jax_mx.products import kernel_plans, primitives
+from jax_mx.products.contraction import swapped_floats
 from jax_mx.quantizing import primitive, quantizers, registry
 from jax_mx.quantizing.amaxes import AMAX, amaxes_p
 from jax_mx.quantizing.calling import called
@@ -79,8 +79,8 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
     """The product of operands as they lie, by the kernel that their shapes ask for.
 
     Args:
-      x: see `kernel_plans.by_plan`.
-      w: see `kernel_plans.by_plan`.
+      x: see `primitives.by_plan`.
+      w: see `primitives.by_plan`.
       sizes: the rows of each group.
       sums: whether the rows of each group are summed over; MX arrays without windows are made
         floats first.
@@ -102,7 +102,7 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
         rows = kernel_plans.rows_of_each(math.prod(x.shape[:-1]), groups)
         how |= {"grouped": grouped, "implementation": implementation}
         plan = kernel_plans.plan_of(formats, dtype, rows, **how)
-    return kernel_plans.by_plan(plan, x, w, sizes)
+    return primitives.by_plan(plan, x, w, sizes)
 
 
 # The sources whose floats' amaxes a kernel finds, by their words.

@@ -8,215 +8,28 @@ residuals of the backward pass are MX. layer.py makes layers of the same parts.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from jax_mx.formats.sharding import is_explicit, spec_of
+from jax_mx.formats.arrangements import Arrangement
+from jax_mx.formats.reads import align_for_trace
 from jax_mx.formats.windows import lengths_of
-from jax_mx.products.arrangements import Arrangement, Arrangements, spec_in
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.groups import Groups
-from jax_mx.products.multiply import Multiplication, Step
-from jax_mx.products.operand import (
-    ProductOperand,
-    QuantizedWeight,
-    Unquantized,
-    operand_for,
-    weight_forms,
-)
-from jax_mx.products.recipes import AS_THEY_ARE, BF16, Chosen, Recipe
-from jax_mx.products.tcgen05 import align_for_trace
+from jax_mx.products.multiply import Step
+from jax_mx.products.operand import ProductOperand, Unquantized, operand_for, weight_forms
+from jax_mx.products.recipes import AS_THEY_ARE, BF16, Recipe
+from jax_mx.products.sides import MARK, Pair, Static, once_derived, parts_of, side_of, values_of
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.mxarray import FROZEN, MXArray
-
-Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
-
-
-# ---- derivatives of derivatives ---
-once_derived_p = Primitive("mx_once_derived")  # the identity of the first operand
-once_derived_p.def_abstract_eval(lambda x, *_, op: x)
-once_derived_p.def_impl(lambda x, *_, op: x)
-mlir.register_lowering(once_derived_p, lambda _, x, *__, op: [x])
-batching.primitive_batchers[once_derived_p] = lambda args, dims, *, op: (
-    once_derived_p.bind(*args, op=op),
-    dims[0],
-)
-ad.primitive_jvps[once_derived_p] = lambda *_, op: derivatives.no_second(op)
-
-
-def once_derived(op: str, x: Any, *others: Any) -> jax.Array:
-    """The function returns x, and raises in any second derivative, by `others` too.
-
-    Codes carry no derivative, so a second derivative would silently lack a part. The forward pass
-    keeps a `MARK` that its inputs guard. The backward pass guards its gradient by that `MARK`. JAX
-    deletes a guard without a reader; the kept `MARK` is one.
-    """
-    return once_derived_p.bind(x, *jax.tree.leaves(others), op=op)
-
-
-MARK = np.zeros((), bool)
-
-
-def values_of(op: str, args: Any, quantized: Any) -> Any:
-    """The values of what `symbolic_zeros` hands to a forward pass.
-
-    Args:
-      op: for messages.
-      args: a pytree of `jax.custom_derivatives.CustomVJPPrimal`.
-      quantized: the operands' quantized parts among them. By an `MXArray` nothing is
-        differentiated, also not where it was made of leaves that are. Forms of a `QuantizedWeight`
-        stand beside floats, and may be.
-
-    Raises:
-      TypeError: an `MXArray` is differentiated by.
-    """
-    for part in quantized:
-        is_asked = any(leaf.perturbed for leaf in jax.tree.leaves(part))
-        if isinstance(part, MXArray) and is_asked:
-            raise TypeError(f"{op}: {FROZEN}")
-    return jax.tree.map(lambda primal: primal.value, args)
-
-
-# ---- operands ---
-def parts_of(x: Any) -> Pair:
-    """The floats that gradients reach, and what is quantized already."""
-    if isinstance(x, MXArray):
-        return None, x
-    if isinstance(x, QuantizedWeight):
-        return x.floats, (x.contracted_form, x.free_form)
-    return x, None
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """The facts of an operand's floats that the backward pass needs: their type has them.
-
-    Attributes:
-      dtype: of the floats.
-      spec: their partition spec, on a mesh with explicit axes.
-      arranged: the partition spec of the arranged operand; () without a mesh with explicit axes.
-    """
-
-    dtype: np.dtype
-    spec: tuple = ()
-    arranged: tuple = ()
-
-
-def side_of(side: Arrangement | None, x: Any) -> Side | None:
-    """The side of an operand's floats; None where there are none."""
-    if x is None:
-        return None
-    is_known = side is not None and is_explicit(jax.typeof(x).sharding.mesh)
-    return Side(x.dtype, spec_of(x), spec_of(side.arranged(x)) if is_known else ())
-
-
-def is_square(rhs: Any, recipe: Recipe) -> bool:
-    """Whether rhs are floats that square blocks are made of."""
-    return rhs is not None and not isinstance(rhs, MXArray) and recipe.blocks("rhs").square
-
-
-# ---- the three products of a layer ---
-class Static(NamedTuple):
-    """The static part of a product.
-
-    Attributes:
-      op: the public function, for messages.
-      layout: how operands are arranged; None for a product over groups.
-      dtype: of the result.
-      exact: see `contraction.Numbers`.
-      implementation: see `contraction.Numbers`.
-      out_sharding: of the result.
-      chosen: the name of the recipe that "auto" became; None where the caller passed a recipe.
-    """
-
-    op: str
-    layout: Arrangements | None
-    dtype: np.dtype
-    exact: bool
-    implementation: str | None
-    out_sharding: Any = None
-    chosen: Chosen | None = None
-
-    def multiplication(
-        self, lhs: tuple[int, int], rhs: tuple[int, int], dtype: Any = None, **options: Any
-    ) -> Multiplication:
-        """A product of these forms of a step's operands; `options`: see `Multiplication`."""
-        if self.layout is not None:
-            options["batch"] = self.layout.lhs.batch
-        names = ("exact", "implementation", "chosen")
-        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.implementation is not None:
-            shared["caller"] = self.op
-        return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **options)
-
-    @property
-    def arranged(self) -> Arrangements:
-        """How operands of a dense product are arranged."""
-        return cast(Arrangements, self.layout)
-
-    def forward(self, lhs: tuple[int, int], rhs: tuple[int, int]) -> Multiplication:
-        """The dense product itself, arranged."""
-        layout, spec = self.arranged, None
-        if self.out_sharding is not None:
-            ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
-            spec = layout.result_spec(spec_in(self.out_sharding, ndim))
-        return self.multiplication(lhs, rhs, spec=spec)
-
-    def unfollowed(self, rhs: Any, rhs_q: Any, recipe: Recipe) -> Static:
-        """The product where no gradient follows: nothing is quantized along rows."""
-        if self.layout is None:
-            return self
-        keep = rhs_q is not None or is_square(rhs, recipe)  # zero rows that the weight has
-        return self._replace(layout=self.layout.unpadded(keep))
-
-    def dgrad(
-        self,
-        gradient: tuple[int, int],
-        rhs: tuple[int, int],
-        lhs: Side,
-        like: tuple[int, int] | None = None,
-    ) -> Multiplication:
-        """The product for the gradient of a dense lhs; `like`: the form of lhs along rows."""
-        spec = lhs.arranged
-        if spec and self.arranged.lhs.swapped:  # of (B..., M..., K)
-            *lead, k, m = spec
-            spec = (*lead, m, k)
-        options = {} if like is None else {"like": (*like, -2)}
-        return self.multiplication(gradient, rhs, lhs.dtype, spec=spec, **options)
-
-    def wgrad(
-        self,
-        lhs: tuple[int, int],
-        gradient: tuple[int, int],
-        rhs: Side,
-        like: tuple[int, int] | None = None,
-    ) -> Multiplication:
-        """The product for the gradient of a dense rhs, of two forms along rows.
-
-        `like`: the form of rhs along its free axis.
-        """
-        layout = self.arranged
-        order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
-        summed = len(layout.lhs.free_out) - 1
-        options: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
-        if self.dtype.itemsize < rhs.dtype.itemsize:  # half the bytes, as of a bfloat16 weight
-            options["moved"] = self.dtype
-        if like is not None:
-            options["like"] = (*like, -1 if layout.rhs.swapped else -2)
-        return self.multiplication(*order, rhs.dtype, **options)
-
 
 # ---- the product ---
 FORWARD = "; recipe='floats' has all, and multiplies what jax_mx.fake_quantize makes of both"
@@ -303,7 +116,7 @@ def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:
     of_rhs = side_of(layout.rhs, parts_of(rhs)[0])
 
     def value(lhs: Any, rhs: Any) -> jax.Array:
-        plain = static.unfollowed(*parts_of(rhs), recipe)
+        plain = static.unfollowed
         return _forward(plain, parts_of(lhs), parts_of(rhs), None, recipe, (False, False))[0]
 
     def form(side: Arrangement, x: Any, name: str) -> Any:
@@ -391,9 +204,8 @@ def _of_groups(static: Static, grouped: Grouped, a: Any, b: Any, sizes: jax.Arra
 def _product(
     static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, sizes: Any, recipe: Recipe
 ) -> jax.Array:
-    static = static.unfollowed(rhs, rhs_q, recipe)
     wanted = (False, False)
-    return _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, wanted)[0]
+    return _forward(static.unfollowed, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, wanted)[0]
 
 
 def _operands(
@@ -496,9 +308,8 @@ def _gradients(
 ) -> tuple[Any, Any]:
     """Both gradients of a dense product, of one read of the result's."""
     layout = static.arranged
-    dy = layout.gathered_gradient(dy, lhs, rhs)
     gradient = Unquantized(
-        layout.gradient(dy),
+        layout.gradient(layout.gathered_gradient(dy, lhs, rhs)),
         recipe,
         name="gradient",
         wanted=(b is not None, a is not None),

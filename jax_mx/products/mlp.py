@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from jax_mx.formats.arrangements import Arrangements, arrangements_of
 from jax_mx.formats.checks import float_dtype, implementation_of
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.sharding import is_explicit, names_in, resharded, spec_of
@@ -23,15 +24,14 @@ from jax_mx.products.arguments import (
     residuals_of,
     warn_of_fixed_keys,
 )
-from jax_mx.products.arrangements import Arrangements, arrangements_of
 from jax_mx.products.auto import Sizes, recipe_beside, resolved
-from jax_mx.products.derivative import Side, Static, parts_of
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumbers, Inputs, Kept, Layer, Moves, Recipes, layer
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import QuantizedWeight, Unquantized, operand_for
 from jax_mx.products.recipes import AUTO, PRODUCTS, Recipe, check_frozen
+from jax_mx.products.sides import Side, Static, keeps_rows, parts_of
 from jax_mx.quantizing.activations import Gated, row_of
 from jax_mx.quantizing.mxarray import MXArray
 
@@ -135,10 +135,13 @@ def mlp(
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
         out_sharding = jax.sharding.PartitionSpec(*spec)
-    shared = (exact, implementation)
+    shared, chosen = (exact, implementation), recipe.chosen
     static = Layer(
-        tuple(Static(op, layout, dtype, *shared, None, recipe.chosen) for layout in layouts),
-        Static(op, second, dtype, *shared, out_sharding, recipe.chosen),
+        tuple(
+            Static(op, layout, dtype, *shared, None, chosen, keeps_rows(w, recipes[0]))
+            for w, layout in zip(first, layouts, strict=True)
+        ),
+        Static(op, second, dtype, *shared, out_sharding, chosen, keeps_rows(w2, recipes[1])),
         gate.name,
         gate.interleaved,
         residuals,

@@ -190,11 +190,6 @@ def _unmerged(x: jax.Array, at: int, parts: Sequence[tuple[Dims, bool]]) -> jax.
     return x if tuple(shape) == x.shape else reshape(x, tuple(shape), tuple(spec))
 
 
-def padded(x: jax.Array, pads: tuple[int, int]) -> jax.Array:
-    """x with so many zeros behind each of its last two axes."""
-    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *((0, n) for n in pads)]) if any(pads) else x
-
-
 def _cut(x: jax.Array, axis: int, rows: int) -> jax.Array:
     """x without the last `rows` of an axis."""
     return jax.lax.slice_in_dim(x, 0, x.shape[axis] - rows, axis=axis % x.ndim) if rows else x
