@@ -213,7 +213,7 @@ def moe(
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
     b1, b2 = biases
     inputs = Inputs(x, weights, (first.floats,), second.floats, (b1,), b2)
-    recipes = tuple(wires.numbered(recipe, (axes.experts, axes.tensor)) for recipe in recipes)
+    recipes = tuple(wires.numbered(one, (axes.experts, axes.tensor)) for one in recipes)
     quantized = (first.quantized,), second.quantized
     leaves, tree = jax.tree.flatten((inputs, quantized, trip, recipes))
     return layer(static, *tree.unflatten(private.vary_alike(*leaves)))
@@ -236,10 +236,10 @@ def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax
     def shard(x, experts, weights, w1, w2, b1, b2, recipe):
         if apart:
             w1, b1 = (w if w is None else w.reshape(*w.shape[:-2], -1) for w in (w1, b1))
-        names = {"expert_axis": mapping.axes.experts, "tensor_axis": mapping.axes.tensor}
+        over = {"expert_axis": mapping.axes.experts, "tensor_axis": mapping.axes.tensor}
         recipe = wires.numbered(recipe, [n for n in mapping.tokens if n != mapping.axes.experts])
         return moe(
-            x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **names, **options
+            x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **over, **options
         )
 
     operands = (x, experts, weights, w1, w2, b1, b2, recipe)
@@ -355,7 +355,7 @@ class Slots(Moves):
         self, product: Static, y: jax.Array, inputs: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """See `Moves`; the backward pass needs b_down and the routing."""
-        y, leaving = routing.back(place.groups.combined(y)), None
+        y, saved = routing.back(place.groups.combined(y)), None
         if inputs.b_second is not None:  # of this shard's tokens and all experts
             bias = wires.gathered(self.axis, inputs.b_second).astype(jnp.float32)
             rows = reference.rows_of(bias, routing.experts)
@@ -363,8 +363,8 @@ class Slots(Moves):
             is_one = _is_one(routing.experts, bias.shape[0])[:, :, None]
             rows = jnp.where(is_one, rows, 0).sum(1)
             y = y + wires.on_first_shard(self.tensor, rows).astype(y.dtype)
-            leaving = bias, routing.experts, inputs.weights
-        return wires.summed_shards(self.tensor, y), leaving
+            saved = bias, routing.experts, inputs.weights
+        return wires.summed_shards(self.tensor, y), saved
 
     @property
     def in_rounds(self) -> bool:
@@ -394,14 +394,14 @@ class Slots(Moves):
         ((bias,), (sums,)) = sides.b_first, back.sums
         if bias is not None:
             db1 = _by_expert(sums, groups).astype(bias.dtype)
-        if kept.leaving is not None:
-            bias, experts, weights = kept.leaving
+        if kept.extras is not None:
+            bias, experts, weights = kept.extras
             dy, is_one = back.dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
             db2 = _sums(*_shares(experts, weights, bias.shape[0]), dy)
             db2 = wires.on_first_shard(self.tensor, db2)
             db2 = wires.sum_and_scatter(self.axis, db2).astype(sides.b_second.dtype)
-            shares = (reference.rows_of(bias, experts) * dy[:, None]).sum(-1)
-            dweights += wires.on_first_shard(self.tensor, jnp.where(is_one, shares, 0))
+            products = (reference.rows_of(bias, experts) * dy[:, None]).sum(-1)
+            dweights += wires.on_first_shard(self.tensor, jnp.where(is_one, products, 0))
         dweights = dweights.astype(sides.weights.dtype)
         return Inputs(dx, dweights, back.dw_first, back.dw_second, (db1,), db2)
 
@@ -447,8 +447,8 @@ def _by_expert(sums: jax.Array, groups: Groups) -> jax.Array:
       sums: float32 (R / 32, columns), of 32 slots each, or of all slots themselves.
       groups: the slots.
     """
-    count = groups.align // (1 if sums.shape[0] == groups.rows.shape[0] else BLOCK)
-    runs = sums.reshape(-1, count, sums.shape[-1]).sum(1)
+    length = groups.align // (1 if sums.shape[0] == groups.rows.shape[0] else BLOCK)
+    runs = sums.reshape(-1, length, sums.shape[-1]).sum(1)
     experts = groups.experts[:: groups.align]
     is_it = experts[:, None] == jnp.arange(groups.num_experts, dtype=experts.dtype)[None]
     return _sums(is_it.astype(jnp.float32), is_it, runs)

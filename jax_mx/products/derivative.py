@@ -97,8 +97,8 @@ def _derived(op: str, operands: tuple, value: Callable, gradients: Callable, for
             return [d for d in gradients(kept, asked, dy) if d is not None]
 
         def tangent(kept: tuple, *some: jax.Array) -> list[jax.Array]:
-            rest = iter(some)
-            return [forward(kept, *(next(rest) if is_asked else None for is_asked in asked))]
+            tangents = iter(some)
+            return [forward(kept, *(next(tangents) if is_asked else None for is_asked in asked))]
 
         moved = [t for t in moved if t is not None]
         way = None if forward is None else tangent
@@ -116,8 +116,8 @@ def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:
     of_rhs = side_of(layout.rhs, parts_of(rhs)[0])
 
     def value(lhs: Any, rhs: Any) -> jax.Array:
-        plain = static.unfollowed
-        return _forward(plain, parts_of(lhs), parts_of(rhs), None, recipe, (False, False))[0]
+        unfollowed = static.unfollowed
+        return _forward(unfollowed, parts_of(lhs), parts_of(rhs), None, recipe, (False, False))[0]
 
     def form(side: Arrangement, x: Any, name: str) -> Any:
         if x is None:
@@ -172,8 +172,8 @@ def _of_groups(static: Static, grouped: Grouped, a: Any, b: Any, sizes: jax.Arra
         else:
             groups = Groups.from_sizes(sizes, a.shape[0], align=align_of(recipe))
             operands = tuple((_by_slot("lhs", x, groups, recipe)[1],) for x in (a, b))
-            sizes, options = groups.sizes, {"align": groups.align, "over_rows": True}
-        options |= {"groups": grouped.groups}
+            sizes, options = groups.sizes, options | {"align": groups.align, "over_rows": True}
+        options["groups"] = grouped.groups
         product = static.multiplication((0, 0), (1, 0), grouped.dtype, **options)
         return Step((product,))(operands, sizes)[0][0]
 
@@ -194,8 +194,9 @@ def _of_groups(static: Static, grouped: Grouped, a: Any, b: Any, sizes: jax.Arra
 
     def forward(operands: tuple, da: Any, db: Any) -> jax.Array:
         a, b, sizes = operands
-        pairs = ([] if da is None else [(da, b)]) + ([] if db is None else [(a, db)])
-        return functools.reduce(jnp.add, [run(grouped, *pair, sizes) for pair in pairs])
+        parts = [] if da is None else [run(grouped, da, b, sizes)]
+        parts += [] if db is None else [run(grouped, a, db, sizes)]
+        return functools.reduce(jnp.add, parts)
 
     return _derived(static.op, (a, b, sizes), value, gradients, forward)
 
@@ -320,9 +321,9 @@ def _gradients(
     multiplications = [] if b is None else [static.dgrad((0, 0), (2, 0), lhs, like_a)]
     multiplications += [] if a is None else [static.wgrad((1, 0), (0, 1), rhs, like_b)]
     products, _ = Step(tuple(multiplications))((gradient, (a,), (b,)))
-    rest = iter(products)
-    dlhs = None if b is None else layout.lhs.restored(next(rest), lhs.spec, swaps=True)
-    return dlhs, None if a is None else layout.rhs.restored(next(rest), rhs.spec)
+    gradients = iter(products)
+    dlhs = None if b is None else layout.lhs.restored(next(gradients), lhs.spec, swaps=True)
+    return dlhs, None if a is None else layout.rhs.restored(next(gradients), rhs.spec)
 
 
 def _gradients_of_groups(

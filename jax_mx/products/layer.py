@@ -137,7 +137,7 @@ class Moves(ABC):
         """The rows that the first product reads, and the place.
 
         Args:
-          inputs: of the layer.
+          inputs: to the layer.
           quantized: the quantized parts of both weights, or None.
           routing: the experts of each row, or None.
           recipe: of the first product.
@@ -152,7 +152,7 @@ class Moves(ABC):
 
         Args:
           layer: the layer.
-          inputs: of the layer, with the rows that `enter` gave.
+          inputs: to the layer, with the rows that `enter` gave.
           codes: the quantized parts of both weights, or None.
           place: where rows are.
           recipes: of both products.
@@ -227,7 +227,7 @@ class Moves(ABC):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=(
-        "place", "rows", "act", "gate_up", "w_first", "w_second", "biases", "recipes", "leaving",
+        "place", "rows", "act", "gate_up", "w_first", "w_second", "biases", "recipes", "extras",
     ),
     meta_fields=("sides",),
 )  # fmt: skip
@@ -245,7 +245,7 @@ class Kept:
       w_second: its free form.
       biases: b_first, where gates and ups are computed again.
       recipes: of both products.
-      leaving: further residuals, of `Moves.leave`.
+      extras: further residuals, of `Moves.leave`.
       sides: the `Side` of every input.
     """
 
@@ -257,7 +257,7 @@ class Kept:
     w_second: Any
     biases: tuple[Any, ...]
     recipes: Recipes
-    leaving: Any
+    extras: Any
     sides: Inputs
 
 
@@ -363,11 +363,11 @@ def _forward(
     act = static.requests(gate_up, scale, recipes[1], wanted)
     step = Step((moves.forward(static.second, None, place),), ((0, 1), (1, 1)))
     (y,), (act_kept, second_free) = step((act, second), sizes)
-    y, leaving = moves.leave(static.second, y, inputs, routing, place)
+    y, extras = moves.leave(static.second, y, inputs, routing, place)
     if not keep:
         return y, None
     if static.residuals == "mx":
-        gate_up = tuple(quantize(floats, MXFP8_E4M3) for floats in gate_up)
+        gate_up = tuple(quantize(half, MXFP8_E4M3) for half in gate_up)
     frees, (rows_again, *contracted) = kept[: len(first)], kept[len(first) :] or (None,)
     contracted = contracted or (None,) * len(first)
     return y, Kept(
@@ -379,7 +379,7 @@ def _forward(
         second_free,
         inputs.b_first if again else (),
         recipes,
-        leaving,
+        extras,
         static.sides(inputs),
     )
 
@@ -454,9 +454,9 @@ def _through_first(
     fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
     step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))
     operands = (*gradients, (kept.rows,), *((free,) for _, free in kept.w_first))
-    products, sums = step(operands, sizes)
-    dw = dict(zip(wgrads, products, strict=False))
-    dx = functools.reduce(jnp.add, products[len(wgrads) :])
+    results, sums = step(operands, sizes)
+    dw = dict(zip(wgrads, results, strict=False))
+    dx = functools.reduce(jnp.add, results[len(wgrads) :])
     rows = {i: gradients[i].x.astype(jnp.float32) for i in summed} | dict(
         zip(fused, sums, strict=True)
     )
@@ -472,25 +472,25 @@ def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -
         rows = all(use.format and use.window in (ROW, SHARD) for use in recipe.uses("gradient"))
         if rows and None not in ws:
             known = known_gradients_of_parts(*arguments)
-        pairs = known or [(x, None) for x in gradients_of_parts(*arguments)]
+        operands = known or [(x, None) for x in gradients_of_parts(*arguments)]
     else:
         activation: Any = dataclasses.replace(gated, gradient=dact)
         if kept.sides.b_first[0] is not None:
             activation = WithSums(activation)
-        pairs = [(gate_up[0], activation)]
+        operands = [(gate_up[0], activation)]
     return [  # the gradient of the result is number 0
         Unquantized(
             x, recipe, None, activation, "gradient",
             wanted=(True, w is not None), frozen=(w is None, False), number=number,
         )
-        for number, ((x, activation), w) in enumerate(zip(pairs, ws, strict=True), 1)
+        for number, ((x, activation), w) in enumerate(zip(operands, ws, strict=True), 1)
     ]  # fmt: skip
 
 
 def _again(static: Layer, kept: Kept, sizes: Any) -> GateUp:
     """Gates and ups, arranged: as they were kept, or computed again."""
     if static.residuals != "inputs":
-        return tuple(floats_kept(array, static.second.dtype) for array in kept.gate_up)
+        return tuple(floats_kept(half, static.second.dtype) for half in kept.gate_up)
     operands: Any = (kept.gate_up,), *((contracted,) for contracted, _ in kept.w_first)
     products = [
         static.moves.forward(product, (operands[0], w), kept.place)._replace(rhs=(i, 0))

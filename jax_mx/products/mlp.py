@@ -103,10 +103,10 @@ def mlp(
     if isinstance(x, MXArray | QuantizedWeight):
         raise TypeError(f"{op}: x must be an array of floats, got {type(x).__name__}")
     dtype = float_dtype(op, "x", x.dtype)
-    firsts = w_gate_up if pair else [w_gate_up]
-    if any(isinstance(w, QuantizedWeight) for w in (*firsts, w2)):
-        *firsts, w2 = unquantized(recipe, *firsts, w2)
-    first = [operand_of(op, name, w) for name, w in zip(names, firsts, strict=True)]
+    weights = w_gate_up if pair else [w_gate_up]
+    if any(isinstance(w, QuantizedWeight) for w in (*weights, w2)):
+        *weights, w2 = unquantized(recipe, *weights, w2)
+    first = [operand_of(op, *named) for named in zip(names, weights, strict=True)]
     exact = is_exact(op, precision)
     sizes = functools.partial(_sizes, x, [*first, w2])
     is_free = implementation is None and not exact
@@ -251,8 +251,8 @@ def _may_be_split() -> bool:
     Where it may not, they become one dimension, as kernels want them.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(axis != AxisType.Manual and mesh.shape[name] > 1 for name, axis in axes)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return any(axis_type != AxisType.Manual and mesh.shape[name] > 1 for name, axis_type in kinds)
 
 
 def _layout(
@@ -291,7 +291,7 @@ def _layout(
 
 def _spec_between(rows: tuple, columns: Any) -> tuple:
     """The partition spec of a product: rows, and columns but for axes that split rows."""
-    taken = {name for names in rows for name in names_in(names)}
+    taken = {name for spec in rows for name in names_in(spec)}
     return (*rows, tuple(n for n in names_in(columns) if n not in taken) or None)
 
 

@@ -390,8 +390,8 @@ def _step_avals(*leaves: Any, codes: Any, **_: Any) -> list:
 def _batch_step(
     args: Any, dims: Any, *, codes: Any, mapped: tuple, **params: Any
 ) -> tuple[list, list]:
-    batched = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(codes), in_axes=tuple(dims)))(*args)
-    outs = step_p.bind(*args, codes=batched, mapped=(*mapped, tuple(dims)), **params)
+    mapped_codes = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(codes), in_axes=tuple(dims)))(*args)
+    outs = step_p.bind(*args, codes=mapped_codes, mapped=(*mapped, tuple(dims)), **params)
     return outs, [0] * len(outs)
 
 
