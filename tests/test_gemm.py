@@ -499,7 +499,8 @@ def test_kernels_of_windows_are_exact(variant):
     if variant.parted:
         kernels_of_parts_are_exact(rng, variant)
         return
-    exact = on_cuda(window=variant.window, tiles=variant.tiles, tile=variant.rows)
+    how = {"window": variant.window, "tiles": variant.tiles, "fast": variant.fast}
+    exact = on_cuda(tile=variant.rows, **how)
 
     def operands(*shapes):
         both = zip(shapes, variant.formats, (1, 128 if variant.tiles else 1), strict=True)
@@ -531,7 +532,7 @@ def kernels_of_parts_are_exact(rng, variant):
             integers(rng, (rows, each * count), format, window=ROW)
             for rows, format in zip((m, n), variant.formats, strict=True)
         )
-        how = {"dtype": jnp.dtype(result), "rows": m, "tile": variant.rows}
+        how = {"dtype": jnp.dtype(result), "rows": m, "tile": variant.rows, "fast": variant.fast}
         product = functools.partial(in_parts, count=count, implementation="cutedsl", **how)
         assert_equal(jax.jit(product)(x, w), wanted(x, w).astype(result), f"{m} {n} {each} {count}")
 

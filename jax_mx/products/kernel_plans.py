@@ -30,7 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.formats.checks import is_symbolic
-from jax_mx.formats.formats import BLOCK, Format
+from jax_mx.formats.formats import BLOCK, MXFP8_E4M3, Format
+from jax_mx.formats.windows import ROW
 from jax_mx.products import primitives as products
 from jax_mx.products.arrangements import padded
 from jax_mx.quantizing.facts.product_kernels import (
@@ -70,11 +71,13 @@ def plan_of(
     free: bool = False,
     strips: float = math.inf,
     tile: int | None = None,
+    fast: bool = False,
 ) -> ProductPlan:
     """The plan of "matmul", of one format, or "matmul_fp8", of two.
 
     `rows`: how many rows of x a group has, about. `strips`: how many tiles lie beside each other,
     of all groups. `tile`: how many rows tiles have, one of `ROWS`, whatever the shapes ask for.
+    `fast`: whether sums may be, where a kernel's are, see `ProductKernel`.
     """
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     if tile is None:
@@ -83,7 +86,9 @@ def plan_of(
             tile = _tile_for(rows, strips, allowed)
         else:
             tile = _fp8_tile_for(rows, window, tiles, grouped)
-    return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation, free)
+    fast = fast and window == ROW and set(formats) == {MXFP8_E4M3}
+    how = window, tiles, implementation, free
+    return ProductPlan(op, formats, dtype, grouped, tile, *how, fast=fast)
 
 
 def wgrad_plan_of(

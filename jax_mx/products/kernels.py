@@ -103,6 +103,7 @@ def plan_of(contraction: Contraction, tile: int | None) -> ProductPlan | Served:
         return of_codes
     if _on_fp8(contraction):
         formats, windows = (x.format, w.format), windows_of(x, w)
+        windows["fast"] = contraction.numbers.fast
         on_fp8 = kernel_plans.plan_of(formats, dtype, rows, **windows, **shared)
         # There are none of so few rows.
         return on_fp8 if tile is None or tile >= _FP8_ROWS else of_codes

@@ -147,8 +147,11 @@ def mlp(
         out_sharding = jax.sharding.PartitionSpec(*spec)
     shared = (exact, implementation)
     static = Layer(
-        tuple(Static(op, layout, dtype, *shared, None, recipe.chosen) for layout in layouts),
-        Static(op, second, dtype, *shared, out_sharding, recipe.chosen),
+        tuple(
+            Static(op, layout, dtype, *shared, None, recipe.chosen, recipe.fast)
+            for layout in layouts
+        ),
+        Static(op, second, dtype, *shared, out_sharding, recipe.chosen, recipe.fast),
         gate.name,
         gate.interleaved,
         residuals,
@@ -347,7 +350,8 @@ class InPlace(Moves):
             return product.forward((0, 0), (1, 0))
         (x, _), (w, axis) = map(_array_of, operands)
         spec = _spec_between(spec_of(x)[:-1], spec_of(w)[-3 - axis])
-        return product.multiplication((0, 0), (1, 0), spec=spec)
+        fast = "forward" in product.fast
+        return product.multiplication((0, 0), (1, 0), spec=spec, fast=fast)
 
     def dgrad(
         self,

@@ -221,6 +221,7 @@ class Multiplication(NamedTuple):
       over_rows: see `Numbers`.
       moved: see `Numbers`.
       caller: see `Numbers`.
+      fast: see `Numbers`.
     """
 
     lhs: tuple[int, int]
@@ -238,6 +239,7 @@ class Multiplication(NamedTuple):
     over_rows: bool = False
     moved: np.dtype | None = None
     caller: str = ""
+    fast: bool = False
 
     def of(self, forms: Sequence[Any], sizes: Any) -> Contraction:
         """The contraction of two of the operands' forms."""
@@ -269,6 +271,7 @@ class Multiplication(NamedTuple):
             self.over_rows,
             self.moved,
             self.caller,
+            self.fast,
         )
         contraction = Contraction(numbers, a.array, b.array, sizes if self.groups else None)
         if self.like is None or not (mesh.empty or mesh.are_all_axes_auto):

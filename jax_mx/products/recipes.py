@@ -105,12 +105,16 @@ class Product(Value):
         "row"; None: the recipe's window. It concerns both operands, except weights with a
         `weight_window`. In wgrad also "shard": the rows that a device holds, see
         [training](training.md#windows-on-hopper).
+      fast_accumulation: whether FP8 tensor cores on Hopper may add up all of a sum. That takes less
+        time and gives fewer bits, see [training](training.md#fast-accumulation). Without, float32
+        sums take over every 128 or 256 elements.
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
     hadamard: Hadamard | None = None
     rounding: Stochastic | None = None
     window: Window | None = dataclasses.field(default=None, metadata={"static": True})
+    fast_accumulation: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self):
         """Raises TypeError, ValueError for what a field is not, or what a product does not take."""
@@ -128,8 +132,9 @@ class Product(Value):
             object.__setattr__(self, "format", format)
         if self.window is not None:
             object.__setattr__(self, "window", _along_one_axis("Product", self.window, SHARD))
-        for name in ("hadamard", "rounding", "window"):
-            if self.format in _PLAIN and getattr(self, name) is not None:
+        flag("Product", "fast_accumulation", self.fast_accumulation)
+        for name in ("hadamard", "rounding", "window", "fast_accumulation"):
+            if self.format in _PLAIN and getattr(self, name) not in (None, False):
                 raise ValueError(
                     f"Product: {name} is of what is quantized, and format={self.format!r} "
                     "quantizes nothing; leave one of them out"
@@ -157,8 +162,8 @@ class Recipe(Value):
     - `MXFP8`: E4M3 everywhere, scales rounded up.
     - `MXFP8_ROWS`: the same for Hopper's FP8 tensor cores, whose sums want one scale. Elements of a
       row share an amax, in wgrad the rows that a device holds.
-    - `MXFP8_WINDOWS`: the same for experts there, whose rows are a group's: 256 elements share an
-      amax.
+    - `MXFP8_FAST`: the same, and tensor cores add up all of the forward product's sums.
+    - `MXFP8_WINDOWS`: for experts there, whose rows are a group's: 256 elements share an amax.
     - `MXFP8_HYBRID`: E5M2 for gradients, E4M3 for the rest.
     - `MXFP4`: MXFP4 in all three products, with a Hadamard transform of 16 elements in wgrad.
     - `BF16`: nothing is quantized; operands are rounded to bfloat16.
@@ -254,6 +259,11 @@ class Recipe(Value):
             return self.weight_window
         window = getattr(self, product).window
         return self.window if window is None else window
+
+    @property
+    def fast(self) -> tuple[str, ...]:
+        """The products whose sums tensor cores may add up, see `Product`."""
+        return tuple(name for name in PRODUCTS if getattr(self, name).fast_accumulation)
 
     @property
     def quantizes(self) -> bool:
@@ -481,6 +491,7 @@ _USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": (
 MXFP8 = Recipe()
 # Sums over tokens run over rows that a device holds, so no amax crosses devices that split tokens.
 MXFP8_ROWS = Recipe(window=ROW, wgrad=Product(window=SHARD))
+MXFP8_FAST = dataclasses.replace(MXFP8_ROWS, forward=Product(fast_accumulation=True))
 MXFP8_WINDOWS = Recipe(window=256)
 # TransformerEngine's Format.HYBRID.
 MXFP8_HYBRID = Recipe(gradient=MXFP8_E5M2)
@@ -516,6 +527,7 @@ AS_THEY_ARE = Recipe(forward=FLOATS, dgrad=FLOATS, wgrad=FLOATS)
 RECIPES = {
     "mxfp8": MXFP8,
     "mxfp8_rows": MXFP8_ROWS,
+    "mxfp8_fast": MXFP8_FAST,
     "mxfp8_windows": MXFP8_WINDOWS,
     "mxfp8_hybrid": MXFP8_HYBRID,
     "mxfp4": MXFP4,

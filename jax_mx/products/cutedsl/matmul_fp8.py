@@ -191,7 +191,7 @@ class Windows(Pipeline):
                     base, self.w_at, self.types[1], self.columns, self.below, stages
                 )
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, across, t, width)
+                    row, _, n0 = self.place(index, at, across, t, width)
                     begin, count = self.stretch(at, total)
                     tsX, tgX = self.partition(ax, mX, into_x, row)
                     tsW, tgW = self.partition(aw, mW[None, None, self.matrix(at)], into_w, n0)
@@ -215,7 +215,7 @@ class Windows(Pipeline):
                     at = self.seek(index, at, sizes, length, groups, across)
             else:
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, across, t, width)
+                    row, _, n0 = self.place(index, at, across, t, width)
                     begin, count = self.stretch(at, total)
                     slot, phase = self.bring(
                         sx, sw, base, full, empty, slot, phase, warp - 9, lane, row, n0,
@@ -670,9 +670,9 @@ class WholeRows(Windows):
 class FastRows(WholeRows):
     """Rows whose products the tensor cores add up all along K, with fewer bits than float32 has.
 
-    A warpgroup has 64 of the tile's rows of x and all its rows of W, and asks for a stage's products
-    while those of the stage before are under way. It gives a stage back when the next one's are,
-    or behind the last one. All roles walk the same tiles and stages, so each wait has its arrivals.
+    A warpgroup has 64 of the tile's rows of x and all its rows of W. It asks for a stage's products
+    while those of the stage before are under way, and then gives that stage back; the last one
+    when its own are done. All roles walk the same tiles and stages, so each wait has its arrivals.
     """
 
     promoted = LINE
