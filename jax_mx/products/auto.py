@@ -21,7 +21,7 @@ from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import (
     BF16,
     MXFP8,
-    MXFP8_FAST,
+    MXFP8_ROWS,
     MXFP8_WINDOWS,
     Chosen,
     Recipe,
@@ -68,7 +68,7 @@ def resolved(
     def on_hopper(in_blocks: bool) -> Recipe:
         if is_free and any(map(_is_small, sizes())):
             return BF16
-        return MXFP8 if in_blocks or not is_free else MXFP8_FAST
+        return MXFP8 if in_blocks or not is_free else MXFP8_ROWS
 
     return _resolved(op, recipe, operands, on_hopper)
 
