@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, assert_same_array, quantizings
+from helpers import (
+    assert_bits_equal,
+    assert_refused,
+    assert_same_array,
+    lowered_apart,
+    quantizings,
+    stand_in,
+)
 
 import jax_mx
 from jax_mx import (
@@ -1189,3 +1196,36 @@ def test_mxfp4_backward_has_the_forward_product_of_mxfp8_and_gradients_right_in_
     for each, want in zip(drawn, exact, strict=True):
         single, mean = (jnp.linalg.norm(g - want) for g in (each[0], each.mean(0)))
         assert mean < 0.75 * single  # what is left is the other operand's rounding, to nearest
+
+
+def test_fast_accumulation_reaches_its_kernel(monkeypatch):
+    """The forward product's in `MXFP8_FAST`, others' where a recipe says so."""
+    x, w = jnp.ones((256, 512), jnp.bfloat16), jnp.ones((512, 256), jnp.bfloat16)
+    products = []
+
+    def get(kernel, arch):
+        if kernel.op == "matmul_fp8":
+            products.append(kernel.fast)
+        return stand_in(kernel, arch)
+
+    monkeypatch.setattr(store, "get", get)
+    monkeypatch.setenv("JAX_MX_ARCHS", "sm_90a")
+
+    def fast_of(recipe):
+        products.clear()
+
+        def loss(x, w):
+            return jax_mx.matmul(x, w, recipe=recipe).astype(jnp.float32).sum()
+
+        with lowered_apart():
+            both = jax.jit(jax.value_and_grad(loss, (0, 1)))
+            both.trace(x, w).lower(lowering_platforms=("cuda",))
+        return sorted(products)
+
+    fast = Product(fast_accumulation=True)
+    assert fast_of(jax_mx.MXFP8_ROWS) == [False] * 3
+    assert fast_of("mxfp8_fast") == [False, False, True]
+    assert fast_of(Recipe(window="row", dgrad=fast, wgrad=fast)) == [False, True, True]
+    assert fast_of(Recipe(lhs="mxfp8_e5m2", window="row", forward=fast)) == [False] * 3
+    with pytest.raises(ValueError, match="fast_accumulation is of what is quantized"):
+        Product("bf16", fast_accumulation=True)
