@@ -314,8 +314,8 @@ class Unquantized:
         parts, x = self._parts(as_floats), self.x
         x = padded(x, self.pads) if any(self.pads) else x
         if self.has_sums and not self._sums_with(parts):
-            rows = made("quantize", x, self.activation.own)
-            plain = dataclasses.replace(self, activation=self.activation.own)
+            rows = made("quantize", x, self.activation.gated)
+            plain = dataclasses.replace(self, activation=self.activation.gated)
             return *plain.forms(), rows.astype(jnp.float32)
         forms = self._forms_of(x, parts)
         return forms.get(0), forms.get(1), *([forms[2]] if 2 in forms else [])
@@ -405,7 +405,7 @@ class Unquantized:
     def _made(self, x: jax.Array) -> jax.Array:
         """The floats that `quantize` would make of x."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
-        own = self.activation.own if self.has_sums else self.activation
+        own = self.activation.gated if self.has_sums else self.activation
         return x if own is None else made("quantize", x, own)
 
     def _floats(self, x: jax.Array) -> jax.Array:
@@ -419,7 +419,7 @@ class Unquantized:
         joint = len(parts) == 2 and None not in formats
         joint = joint and share_a_read([part.use.window for part in parts])
         alike = joint and (formats[0] == formats[1] or {*formats} <= _SUMMED)
-        return alike and not self.blocks.square and self.activation.own.has_gate
+        return alike and not self.blocks.square and self.activation.gated.has_gate
 
     def _require_whole_blocks(self) -> None:
         """Refuses an operand of which a shard splits a block, on a mesh with explicit axes.
