@@ -246,11 +246,11 @@ def pytest_sessionfinish(session):
         for (name, its_arch, device), outcomes in _outcomes.items():
             if its_arch != arch:
                 continue
-            found = store.find(variants[dsl_of(arch), name], arch)
-            if found is None:
+            binary = store.find(variants[dsl_of(arch), name], arch)
+            if binary is None:
                 continue
             entry = entries.get(name, {})
-            chips = {*entry["executed_on"]} if entry.get("sha256") == found.sha256 else set()
+            chips = {*entry["executed_on"]} if entry.get("sha256") == binary.sha256 else set()
             chips = chips | {device} if all(outcomes) else chips - {device}
-            entries[name] = {"sha256": found.sha256, "executed_on": sorted(chips)}
+            entries[name] = {"sha256": binary.sha256, "executed_on": sorted(chips)}
         verified.write(arch, entries, Path(folder))

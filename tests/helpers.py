@@ -75,7 +75,7 @@ def settled(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float32)
 
 
-def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=None, **how):
+def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=None, **options):
     """The product of operands as they lie, by the kernel that their shapes ask for.
 
     Args:
@@ -86,22 +86,23 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
         floats first.
       dtype: of the result.
       implementation: the kernel's, or "xla", its reference; None: the kernel where there is one.
-      **how: `window`, `tiles`, `free`, see `ProductPlan`; `tile`: how many rows of x tiles have.
+      **options: `window`, `tiles`, `free`, see `ProductPlan`; `tile`: the rows of a tile of x.
     """
     dtype, grouped = jnp.dtype(dtype), sizes is not None
-    if sums and how.get("window", BLOCK) == BLOCK:
+    if sums and options.get("window", BLOCK) == BLOCK:
         x, w = (swapped_floats(a, isinstance(a, jax_mx.MXArray)) for a in (x, w))
     formats = tuple(q.format for q in (x, w) if isinstance(q, jax_mx.MXArray))
     if sums and formats:
-        plan = kernel_plans.wgrad_plan_of(formats, dtype, how["window"], implementation)
+        plan = kernel_plans.wgrad_plan_of(formats, dtype, options["window"], implementation)
     elif sums:
         plan = kernel_plans.floats_plan_of(x.dtype, dtype, grouped, implementation)
     else:
         groups = w.shape[0] if w.ndim == 3 else 1
-        how["strips"] = kernel_plans.strips_of(groups, w.shape[-1 if how.get("free") else -2])
+        columns = w.shape[-1 if options.get("free") else -2]
+        options["strips"] = kernel_plans.strips_of(groups, columns)
         rows = kernel_plans.rows_of_each(math.prod(x.shape[:-1]), groups)
-        how |= {"grouped": grouped, "implementation": implementation}
-        plan = kernel_plans.plan_of(formats, dtype, rows, **how)
+        options |= {"grouped": grouped, "implementation": implementation}
+        plan = kernel_plans.plan_of(formats, dtype, rows, **options)
     return kernel_plans.by_plan(plan, x, w, sizes)
 
 
@@ -117,32 +118,32 @@ def amaxes(x, *other, implementation: str, source=X, parts: int = 1):
     then have one in each of so many parts.
     """
     floats = "float32" if x.dtype == jnp.float32 else ""
-    how = {"implementation": implementation, "floats": floats, "source": source, "parts": parts}
-    plan = ProductPlan("amaxes", (), AMAX, False, 128, **how)
+    options = {"implementation": implementation, "floats": floats, "source": source, "parts": parts}
+    plan = ProductPlan("amaxes", (), AMAX, False, 128, **options)
     return products_p["amaxes"].bind(x, *other, plan=plan)
 
 
-def assert_bits_equal(got, want, what: str = "") -> None:
+def assert_bits_equal(got, want, label: str = "") -> None:
     """Same shape, dtype and bits, NaN's included; names the first bad coordinate."""
-    assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
-    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
+    assert got.shape == want.shape, f"{label}: shape {got.shape}, expected {want.shape}"
+    assert got.dtype == want.dtype, f"{label}: dtype {got.dtype}, expected {want.dtype}"
     got_bytes, want_bytes = bytes_of(got), bytes_of(want)
     bad = np.argwhere((got_bytes != want_bytes).any(-1))
     if len(bad):
         at = tuple(int(i) for i in bad[0])
         raise AssertionError(
-            f"{what}: {len(bad)} of {got.size} differ, first at {at}: "
+            f"{label}: {len(bad)} of {got.size} differ, first at {at}: "
             f"0x{got_bytes[at][::-1].tobytes().hex()}, "
             f"expected 0x{want_bytes[at][::-1].tobytes().hex()}"
         )
 
 
-def assert_same_array(got, want, what: str = "") -> None:
+def assert_same_array(got, want, label: str = "") -> None:
     """Two MXArrays are equal in every byte and every static field."""
     for field in ("format", "axis", "scale_layout", "block", "value_layout", "window"):
-        assert getattr(got, field) == getattr(want, field), f"{what} {field}"
-    assert_bits_equal(got.scales, want.scales, f"{what} scales")
-    assert_bits_equal(got.values, want.values, f"{what} values")
+        assert getattr(got, field) == getattr(want, field), f"{label} {field}"
+    assert_bits_equal(got.scales, want.scales, f"{label} scales")
+    assert_bits_equal(got.values, want.values, f"{label} values")
 
 
 # ---- what serves what ---
@@ -169,10 +170,10 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     options = {**preprocessing(variant), **options}
     turn, form = variant.form.transposed, variant.form
     if variant.gives_floats:
-        dequantized = tuple(kind.dequantized for kind in variant.kinds)
+        dequantized = tuple(traits.dequantized for traits in variant.kinds)
         along = {} if form.is_both else {"axis": -2 if form.spans[0] else -1}
-        given = {"formats": variant.formats, "dequantized": dequantized, **along}
-        return lambda x: x, partial(through_codes, **given, **options)
+        fields = {"formats": variant.formats, "dequantized": dequantized, **along}
+        return lambda x: x, partial(through_codes, **fields, **options)
     if form.is_both:
         pair = {"formats": variant.formats, "transpose": (False, turn)}
         return lambda x: x, partial(jax_mx.quantize_both, **pair, **options)
@@ -198,19 +199,19 @@ def preprocessing(
 
     Signs are what `of` makes of NumPy's: known when a call is traced, or jnp.asarray's.
     """
-    found = {"hadamard": [], "rounding": []}
+    options = {"hadamard": [], "rounding": []}
     if variant.window != BLOCK:
         return {"window": variant.window}
     for i, (size, stochastic, *_) in enumerate(variant.kinds):
         minus = np.random.default_rng(size).random(size) < 0.5
         hadamard = jax_mx.Hadamard(size, of(minus) if signs else None) if size else None
         rounding = jax_mx.Stochastic(jax.random.key(7 + i), prescale) if stochastic else None
-        found["hadamard"].append(hadamard)
-        found["rounding"].append(rounding)
+        options["hadamard"].append(hadamard)
+        options["rounding"].append(rounding)
     return {
-        name: each[0] if len(each) == 1 else tuple(each)
-        for name, each in found.items()
-        if any(each)
+        name: values[0] if len(values) == 1 else tuple(values)
+        for name, values in options.items()
+        if any(values)
     }
 
 
@@ -259,11 +260,11 @@ _MOVED = re.compile(
 
 def collectives(text: str) -> Counter:
     """The collectives of a compiled program, counted by kind, type and number of elements."""
-    found = Counter()
-    for types, kind in _MOVED.findall(text):
+    counts = Counter()
+    for types, op in _MOVED.findall(text):
         for dtype, shape in re.findall(r"([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]", types):
-            found[kind, dtype, math.prod(int(n) for n in shape.split(",") if n)] += 1
-    return found
+            counts[op, dtype, math.prod(int(n) for n in shape.split(",") if n)] += 1
+    return counts
 
 
 def lowered(x, f=jax_mx.quantize, platform="cuda", **options) -> str:
@@ -391,7 +392,7 @@ def zero_scales(variant: Variant) -> tuple[int, ...]:
 # ---- inputs ---
 def fitting(variant: Variant, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape, of twice as many blocks where the variant's transforms span two."""
-    if all(kind.blocks == 1 for kind in variant.kinds):
+    if all(preprocessing.blocks == 1 for preprocessing in variant.kinds):
         return shape
     axes = [axis for axis, blocked in zip((-2, -1), variant.form.spans, strict=True) if blocked]
     return tuple(n * 2 if i - len(shape) in axes else n for i, n in enumerate(shape))
@@ -533,9 +534,9 @@ def mesh_shape(spec: object, n: int) -> dict[str, int]:
     return dict(zip(names, sizes, strict=True))
 
 
-def mesh_for(spec: object, devices, kind: AxisType):
+def mesh_for(spec: object, devices, axis_type: AxisType):
     shape = mesh_shape(spec, len(devices))
-    kinds = (kind,) * len(shape)
+    kinds = (axis_type,) * len(shape)
     return jax.make_mesh((*shape.values(),), (*shape,), axis_types=kinds, devices=devices)
 
 

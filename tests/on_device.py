@@ -18,10 +18,10 @@ def kernel(variant, **options):
     return jax.jit(call(variant, variant.implementation, **options))
 
 
-def assert_same(got, want, what=""):
+def assert_same(got, want, label=""):
     """Two lists of arrays are equal in every byte."""
     for g, w in zip(got, want, strict=True):
-        (assert_same_array if isinstance(w, jax_mx.MXArray) else assert_bits_equal)(g, w, what)
+        (assert_same_array if isinstance(w, jax_mx.MXArray) else assert_bits_equal)(g, w, label)
 
 
 def check(variant, floats, **options):

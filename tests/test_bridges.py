@@ -111,7 +111,7 @@ def test_keywords_of_tokamax():
 def test_what_tokamax_tries_elsewhere():
     w, sizes = jnp.stack([W, -W]), jnp.array([7, 30])
     integers = qarray(w.astype(jnp.int8), jnp.ones((2, 1, 1)))
-    for lhs, rhs, how, sentence in (
+    for lhs, rhs, options, sentence in (
         (X[:, :60], w[:, :60], {}, "60 elements, not a multiple"),
         (X, w, {"zero_initialize": True}, "zero_initialize is not served"),
         (X, integers, {}, "rhs is no MX array"),
@@ -119,34 +119,34 @@ def test_what_tokamax_tries_elsewhere():
          "dimension numbers"),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=sentence):
-            tokamax.ragged_dot(lhs, rhs, group_sizes=sizes, **how)
+            tokamax.ragged_dot(lhs, rhs, group_sizes=sizes, **options)
 
 
 # ---- MX switched off ---
 def test_floats_are_what_jax_multiplies():
     w, sizes = jnp.stack([W, -W]), jnp.array([7, 30])
-    how = {"recipe": "floats"}
+    options = {"recipe": "floats"}
     assert_bits_equal(
-        jax_mx.matmul(X, W, precision="highest", **how), jnp.matmul(X, W, precision="highest")
+        jax_mx.matmul(X, W, precision="highest", **options), jnp.matmul(X, W, precision="highest")
     )
-    assert_bits_equal(jax_mx.dot_general(X[:, :3], W[:3], PLAIN, **how), X[:, :3] @ W[:3])
+    assert_bits_equal(jax_mx.dot_general(X[:, :3], W[:3], PLAIN, **options), X[:, :3] @ W[:3])
     three = ("ab,bc,cd->ad", X, W, W.T)
-    assert_bits_equal(jax_mx.einsum(*three, **how), jnp.einsum(*three))
-    assert_bits_equal(jax_mx.ragged_dot(X, w, sizes, **how), jax.lax.ragged_dot(X, w, sizes))
+    assert_bits_equal(jax_mx.einsum(*three, **options), jnp.einsum(*three))
+    assert_bits_equal(jax_mx.ragged_dot(X, w, sizes, **options), jax.lax.ragged_dot(X, w, sizes))
     frozen = jax_mx.quantize(W, axis=0)
-    assert_bits_equal(jax_mx.matmul(X, frozen, **how), X @ frozen.dequantize(jnp.float32))
+    assert_bits_equal(jax_mx.matmul(X, frozen, **options), X @ frozen.dequantize(jnp.float32))
     experts = jax_mx.quantize(w.mT)  # (G, N, K)
     want = jax.lax.ragged_dot(X, experts.dequantize(jnp.float32).mT, sizes)
-    assert_bits_equal(jax_mx.ragged_dot(X, experts, sizes, **how), want)
+    assert_bits_equal(jax_mx.ragged_dot(X, experts, sizes, **options), want)
     weight = jax_mx.MXFP8.quantize_weight(W)
-    assert_bits_equal(jax_mx.matmul(X, weight, **how), X @ W)
+    assert_bits_equal(jax_mx.matmul(X, weight, **options), X @ W)
     assert jax_mx.can_multiply(X[:, :3], W[:3], PLAIN, recipe="floats") == (True, "")
 
     def curvature(matmul):
         slope = jax.grad(lambda w: (matmul(X, w) ** 2).sum())
         return jax.jvp(slope, (W,), (W,))[1]
 
-    assert_bits_equal(curvature(functools.partial(jax_mx.matmul, **how)), curvature(jnp.matmul))
+    assert_bits_equal(curvature(functools.partial(jax_mx.matmul, **options)), curvature(jnp.matmul))
 
 
 # ---- bfloat16: derivatives of any order ---

@@ -30,16 +30,16 @@ def disassemble(code: CodeObject, kernel: str) -> list[tuple[int, str, int]]:
     entries = [*sorted(k.entry for k in code.kernels.values()), len(code.memory)]
     pc = code.kernels[kernel].entry
     limit = entries[entries.index(pc) + 1]
-    found, target = [], pc
+    instructions, target = [], pc
     while pc < limit:
         name, to, size = _decoded(bytes(code.memory[pc : pc + 16]))
-        found.append((pc, name, to))
+        instructions.append((pc, name, to))
         pc += size
         if name.startswith(BRANCHES):
             target = max(target, pc + 4 * to)
         # Behind an end there may be code, from which a branch leads back, last of all.
         if name in ("s_endpgm", "s_branch") and target < pc:
-            return found
+            return instructions
     raise ValueError(f"{kernel} does not end")
 
 
@@ -77,7 +77,7 @@ def test_accesses_are_16_bytes_a_lane(variant, arch):
     itemsize, count = FLOAT_DTYPES[variant.dtype].itemsize, len(variant.formats)
     packed = variant.formats[0].codes_per_byte
     if variant.gives_floats:
-        count += sum(kind.dequantized for kind in variant.kinds) * (itemsize * packed - 1)
+        count += sum(traits.dequantized for traits in variant.kinds) * (itemsize * packed - 1)
     for launch in artifact.facts["launches"].values():
         entry = launch["entries"][0]
         elements = entry["usage"]["elements_per_thread"]
@@ -88,8 +88,8 @@ def test_accesses_are_16_bytes_a_lane(variant, arch):
         floats, values = elements * itemsize, elements * count // packed
         assert moved["load", True] == (floats if quantizes else values)
         assert moved["store", True] == (values if quantizes else floats)
-        words = 4 * variant.block_data * (elements // BLOCK)
-        assert moved["load" if quantizes else "store", False] == words
+        data_bytes = 4 * variant.block_data * (elements // BLOCK)
+        assert moved["load" if quantizes else "store", False] == data_bytes
         # Alternatives, of which a lane takes one: a word, or its bytes.
         assert moved["store" if quantizes else "load", False] <= 8 * count
 
@@ -99,12 +99,12 @@ class Segments(Global):
 
     touched = least = 0
 
-    def _find(self, addresses, size, what):
+    def _find(self, addresses, size, access):
         if size == 16:
             waves = addresses.reshape(-1, 64) >> np.uint64(6)
             self.touched += sum(len(np.unique(wave)) for wave in waves)
             self.least += len(addresses) // 4
-        return super()._find(addresses, size, what)
+        return super()._find(addresses, size, access)
 
 
 # Where anything lies, formats change by how many codes are in a byte.
@@ -121,8 +121,8 @@ def test_accesses_coalesce(variant, arch):
         x = operand(variant, ones, **options)
         results = jax.eval_shape(call(variant, "xla", **options), x)
         addresses, operands = [], [*jax.tree.leaves(x), *words_behind(variant, ones, **options)]
-        for i, like in enumerate([*operands, *jax.tree.leaves(results)]):
-            size = like.size * like.dtype.itemsize
+        for i, array in enumerate([*operands, *jax.tree.leaves(results)]):
+            size = array.size * array.dtype.itemsize
             room = np.zeros(size + 64, np.uint8)
             skew = -room.__array_interface__["data"][0] % 64
             window = room[skew : skew + size]

@@ -76,9 +76,11 @@ def test_float4_of_transposed_square_and_mapped_arrays():
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("a", "b"))], ids=str)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_float4_stays_sharded(kind, spec):
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_float4_stays_sharded(axis_type, spec):
+    mesh = jax.make_mesh(
+        (2, 4), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")
+    )
     x = finite((64, 256))
     want = FP4(x)
     with jax.set_mesh(mesh):
@@ -209,7 +211,7 @@ def test_products_overflow_only_as_a_whole():
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "kind,specs,options",
+    "axis_type,specs,options",
     [
         pytest.param(AxisType.Auto, (P("a", "b"), P("b", "a")), {}, marks=pytest.mark.thorough),
         (AxisType.Explicit, (P("a", "b"), P("b", "a")), {"scale_layout": "blocked_128x4"}),
@@ -223,8 +225,10 @@ def test_products_overflow_only_as_a_whole():
     ids=str,
 )
 @pytest.mark.thorough
-def test_products_of_sharded_operands(kind, specs, options):
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+def test_products_of_sharded_operands(axis_type, specs, options):
+    mesh = jax.make_mesh(
+        (2, 4), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")
+    )
     rng = np.random.default_rng(1)
     x, w = (jnp.asarray(rng.integers(-3, 4, (rows, 128)), jnp.float32) for rows in (64, 128))
     x, w = (jax.jit(partial(jax_mx.quantize, **options))(a) for a in (x, w))
@@ -239,7 +243,7 @@ def test_products_of_sharded_operands(kind, specs, options):
         for f in (jax_mx.mx_matmul_reference, jax.jit(jax_mx.mx_matmul_reference)):
             got = f(*placed)
             assert_bits_equal(got, want)
-            if kind == AxisType.Explicit and not x.scale_layout.is_tiled:  # no whole tiles
+            if axis_type == AxisType.Explicit and not x.scale_layout.is_tiled:  # no whole tiles
                 (m, *_), (n, *_) = ((*spec, None) for spec in specs)
                 assert jax.typeof(got).sharding.spec == P(m, n if n != m else None)
 

@@ -64,12 +64,12 @@ def total(tree):
     return sum(leaf.sum() for leaf in jax.tree.leaves(tree))
 
 
-def stacked(each):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+def stacked(results):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
-def joined(each):
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *each)
+def joined(results):
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *results)
 
 
 def copies(x):
@@ -118,8 +118,8 @@ INNER = {
 }
 
 
-def mesh_of(kind):
-    return jax.make_mesh((2,), ("d",), (kind,), devices=jax.devices("cpu")[:2])
+def mesh_of(axis_type):
+    return jax.make_mesh((2,), ("d",), (axis_type,), devices=jax.devices("cpu")[:2])
 
 
 def in_shards(f):
@@ -127,10 +127,10 @@ def in_shards(f):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ROWS, out_specs=ROWS))
 
 
-def on_mesh(kind):
+def on_mesh(axis_type):
     def transform(f):
         def run(x):
-            mesh = mesh_of(kind)
+            mesh = mesh_of(axis_type)
             with jax.set_mesh(mesh):
                 return jax.jit(f)(jax.device_put(x, NamedSharding(mesh, ROWS)))
 

@@ -341,9 +341,11 @@ def test_a_tensor_is_in_one_file(tmp_path):
 
 
 # ---- devices and memory ---
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_shards_are_read_by_their_devices(kind):
-    mesh = jax.make_mesh((2, 2), ("e", "n"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shards_are_read_by_their_devices(axis_type):
+    mesh = jax.make_mesh(
+        (2, 2), ("e", "n"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")[:4]
+    )
     specs = {3: P("e", "n"), 2: P("n"), 1: P()}
 
     def where(name, shape):

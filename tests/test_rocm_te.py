@@ -37,7 +37,7 @@ DIRECTIONS = [
     v
     for v in MXFP4
     if not v.form.is_square and v.dtype != "float16"
-    if all(kind.blocks == 1 for kind in v.kinds)  # 64 does not divide these shapes
+    if all(traits.blocks == 1 for traits in v.kinds)  # 64 does not divide these shapes
 ]
 
 

@@ -188,8 +188,8 @@ def unsharded(name: str, layout: str):
 def program(name: str, layout: str, mode: str, spec, devices):
     """(the mesh, the jitted call, its operand as sharded)."""
     op, (operand, _) = OPS[name], unsharded(name, layout)
-    kind = AxisType.Explicit if "explicit" in mode else AxisType.Auto
-    mesh = mesh_for(spec, devices, kind)
+    axis_type = AxisType.Explicit if "explicit" in mode else AxisType.Auto
+    mesh = mesh_for(spec, devices, axis_type)
     before, after = op.axes(layout)
 
     def call(x):
@@ -264,11 +264,11 @@ def lowered_to(computer: str):
 @pytest.fixture
 def devices(request):
     """Eight CPU devices, or all GPUs if there are several; ops are lowered to what computes."""
-    found = jax.devices("gpu" if request.param == "gpu" else "cpu")
-    if len(found) < 2:
+    all_devices = jax.devices("gpu" if request.param == "gpu" else "cpu")
+    if len(all_devices) < 2:
         pytest.skip("one GPU")
     with lowered_to(request.param):
-        yield found[: 1 << (len(found).bit_length() - 1)]
+        yield all_devices[: 1 << (len(all_devices).bit_length() - 1)]
 
 
 def modes_of(layout: str, spec) -> list[str]:
@@ -287,14 +287,14 @@ def cells():
         for j, (title, spec) in enumerate(SPECS.items()):
             modes = modes_of(layout, spec)
             for mode in modes if (name, layout) in EVERYWHERE else [modes[(i + j) % len(modes)]]:
-                what = f"{name}-{layout}-{mode}-{title}"
+                label = f"{name}-{layout}-{mode}-{title}"
                 cell = (name, layout, mode, spec)
-                rest = [pytest.mark.thorough] if zlib.crc32(what.encode()) % 25 else []
-                yield pytest.param("reference", *cell, id=f"reference-{what}", marks=rest)
-                yield pytest.param("gpu", *cell, id=f"gpu-{what}", marks=pytest.mark.gpu)
+                rest = [pytest.mark.thorough] if zlib.crc32(label.encode()) % 25 else []
+                yield pytest.param("reference", *cell, id=f"reference-{label}", marks=rest)
+                yield pytest.param("gpu", *cell, id=f"gpu-{label}", marks=pytest.mark.gpu)
                 # From the seventh spec on: of one that splits nothing, every device emulates all.
                 rest = [pytest.mark.thorough] if (i + j - 7) % 400 else []
-                yield pytest.param("gfx950", *cell, id=f"gfx950-{what}", marks=rest)
+                yield pytest.param("gfx950", *cell, id=f"gfx950-{label}", marks=rest)
 
 
 @pytest.mark.parametrize("devices,name,layout,mode,spec", [*cells()], indirect=["devices"])
@@ -375,10 +375,12 @@ def test_shards_that_split_blocks_and_uneven_ones_are_right(shape, spec, layout)
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_transformations_of_sharded_arrays(kind, layout):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_transformations_of_sharded_arrays(axis_type, layout):
     """vmap over any axis, nested and sharded; scan, map, while, cond: bits, and no collective."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    mesh = jax.make_mesh(
+        (2, 4), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")
+    )
     x = jnp.asarray(random_bits((4, 2, 512, 128), jnp.bfloat16))
 
     def one(x):
@@ -416,7 +418,8 @@ def test_transformations_of_sharded_arrays(kind, layout):
             sharded = jax.device_put(x, NamedSharding(mesh, spec))
             compiled = jax.jit(call).lower(sharded).compile()
             got = compiled(sharded)
-        if kind == AxisType.Auto or jax.__version_info__ > (0, 10, 0):  # there vmap itself moves it
+        newer = jax.__version_info__ > (0, 10, 0)
+        if axis_type == AxisType.Auto or newer:  # there vmap itself moves it
             assert not COLLECTIVE.search(compiled.as_text()), name
         assert_same_array(got, expect(whole), name)
 
