@@ -534,10 +534,16 @@ def mesh_shape(spec: object, n: int) -> dict[str, int]:
     return dict(zip(names, sizes, strict=True))
 
 
+def mesh_of(*lengths, names="ab", axis_type: AxisType = AxisType.Auto, devices=None):
+    """A mesh of the CPU's devices, or of others; a string names an axis by each letter."""
+    devices = (devices or jax.devices("cpu"))[: math.prod(lengths)]
+    names, axis_types = tuple(names[: len(lengths)]), (axis_type,) * len(lengths)
+    return jax.make_mesh(lengths, names, axis_types=axis_types, devices=devices)
+
+
 def mesh_for(spec: object, devices, axis_type: AxisType):
     shape = mesh_shape(spec, len(devices))
-    kinds = (axis_type,) * len(shape)
-    return jax.make_mesh((*shape.values(),), (*shape,), axis_types=kinds, devices=devices)
+    return mesh_of(*shape.values(), names=(*shape,), axis_type=axis_type, devices=devices)
 
 
 def names_in(entry) -> tuple[str, ...]:

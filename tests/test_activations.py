@@ -17,6 +17,7 @@ from helpers import (
     call_attributes_in,
     for_any_address,
     in_turn,
+    mesh_of,
     poison_memory,
     product,
     random_bits,
@@ -645,7 +646,7 @@ def test_one_call():
         call = call_attributes_in(text)
         assert ": (tensor<64x2x8x32xbf16>, tensor<2x32xf32>) -> " in call
         assert "tensor<64x256xbf16>)" in call and ("exponential" in text) == (f is not with_floats)
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8)
     sharded = jax.ShapeDtypeStruct((256, 512), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = jax.jit(run).trace(sharded).lower(lowering_platforms=("cuda",)).as_text()
     assert "exponential" in text and "num_batch_dims" in call_attributes_in(text)

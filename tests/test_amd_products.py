@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_equal, assert_equal_or_flushed, changed, floats, integers, wanted
+from helpers import mesh_of
 
 import jax_mx
 from jax_mx.facts.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
@@ -294,7 +295,7 @@ def test_codes_and_scales_of_callers_are_read_as_they_lie(
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_devices_of_a_shard_map_multiply_their_rows(axis_type, arch):
     """Each of four emulated devices runs the kernel on a part of its own."""
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(axis_type,), devices=jax.devices("cpu")[:4])
+    mesh = mesh_of(4, axis_type=axis_type)
     rows, whole = jax.sharding.PartitionSpec("a"), jax.sharding.PartitionSpec()
     product = jax.shard_map(
         jax_mx.ragged_dot, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows

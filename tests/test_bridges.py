@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, normal
+from helpers import assert_bits_equal, assert_refused, mesh_of, normal
 
 import jax_mx
 from jax_mx import MXArray, Recipe
@@ -241,9 +241,7 @@ def test_the_weight_on_the_left_of_a_split_result():
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_derivatives_of_vmap_where_an_explicit_mesh_splits_the_mapped_axis(recipe):
     """They lie as the operands do, with the values of one device."""
-    mesh = jax.make_mesh(
-        (4,), "a", axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:4]
-    )
+    mesh = mesh_of(4, axis_type=jax.sharding.AxisType.Explicit)
     rng = np.random.default_rng(3)
     x, w = (rng.integers(-3, 4, s).astype(np.float32) for s in ((4, 32, 64), (64, 32)))
 

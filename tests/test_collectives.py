@@ -17,6 +17,7 @@ from helpers import (
     assert_same_array,
     collectives,
     free_port,
+    mesh_of,
     on_eight,
     random_bits,
     with_table,
@@ -37,15 +38,8 @@ ON_TWO = (pytest.mark.gpu, pytest.mark.skipif(len(jax.devices()) < 2, reason="wa
 PLATFORMS = ("cpu", pytest.param("gpu", marks=ON_TWO))
 
 
-def mesh_of(*shape, axis_type=AxisType.Auto, names="ab", platform="cpu"):
-    count = int(np.prod(shape))
-    devices = jax.devices(platform)[:count]
-    kinds = (axis_type,) * len(shape)
-    return jax.make_mesh(shape, tuple(names[: len(shape)]), axis_types=kinds, devices=devices)
-
-
 def in_shards(call, n, specs=ROWS, out=ROWS, platform="cpu"):
-    mesh = mesh_of(n, platform=platform)
+    mesh = mesh_of(n, devices=jax.devices(platform))
     return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out))
 
 
@@ -168,7 +162,7 @@ def test_moved_bytes_on_two_gpus(move, format, options):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("before", [ROWS, P(None, "a"), P()], ids=str)
 def test_resharded_bytes_on_two_gpus(axis_type, before):
-    mesh = mesh_of(2, axis_type=axis_type, platform="gpu")
+    mesh = mesh_of(2, axis_type=axis_type, devices=jax.devices("gpu"))
     x = jnp.asarray(random_bits((256, 512), jnp.bfloat16))
     want = jax_mx.quantize(x)
     with jax.set_mesh(mesh):
@@ -470,7 +464,7 @@ def test_the_table_is_current():
 )
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_gathered_forms_are_those_of_the_gathered_floats(shape, spec, recipe, dims, platform):
-    mesh = mesh_of(2, platform=platform)
+    mesh = mesh_of(2, devices=jax.devices(platform))
     w = jnp.asarray(random_bits(shape, jnp.bfloat16))
     want = jax.jit(functools.partial(recipe.quantize_weight, **dims))(w)
 

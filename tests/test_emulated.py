@@ -27,6 +27,7 @@ from helpers import (
     hard_blocks,
     in_tiles,
     lowered_apart,
+    mesh_of,
     preprocessing,
     random_bits,
     zero_scales,
@@ -348,7 +349,7 @@ def test_transforms_and_eight_devices(arch):
 )
 def test_shards_of_transforms_of_two_blocks(shape, axis, gathers):
     """Two blocks: XLA gathers them for the call; it does not where shards have both."""
-    mesh = jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    mesh = mesh_of(2)
     x = jnp.asarray(random_bits(shape, "bfloat16"))
     signs = jnp.arange(64) % 3 == 0
     f = functools.partial(
@@ -410,7 +411,7 @@ def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
         if options.get("axis") != 0:
             same(jax.jit(jax.vmap(shuffled))(x), "vmap")
         for axis_type, spec in ((AxisType.Auto, ("a", "b")), (AxisType.Explicit, (None, "a", "b"))):
-            mesh = jax.make_mesh((2, 4), ("a", "b"), (axis_type,) * 2, devices=jax.devices("cpu"))
+            mesh = mesh_of(2, 4, axis_type=axis_type)
             with jax.set_mesh(mesh):
                 shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
                 same(jax.jit(shuffled)(shards), str(spec))

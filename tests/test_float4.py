@@ -14,6 +14,7 @@ from helpers import (
     assert_bits_equal,
     assert_refused,
     assert_same_array,
+    mesh_of,
     normal,
     random_bits,
 )
@@ -78,9 +79,7 @@ def test_float4_of_transposed_square_and_mapped_arrays():
 @pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("a", "b"))], ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_float4_stays_sharded(axis_type, spec):
-    mesh = jax.make_mesh(
-        (2, 4), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")
-    )
+    mesh = mesh_of(2, 4, axis_type=axis_type)
     x = finite((64, 256))
     want = FP4(x)
     with jax.set_mesh(mesh):
@@ -226,9 +225,7 @@ def test_products_overflow_only_as_a_whole():
 )
 @pytest.mark.thorough
 def test_products_of_sharded_operands(axis_type, specs, options):
-    mesh = jax.make_mesh(
-        (2, 4), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")
-    )
+    mesh = mesh_of(2, 4, axis_type=axis_type)
     rng = np.random.default_rng(1)
     x, w = (jnp.asarray(rng.integers(-3, 4, (rows, 128)), jnp.float32) for rows in (64, 128))
     x, w = (jax.jit(partial(jax_mx.quantize, **options))(a) for a in (x, w))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mesh_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -118,19 +119,15 @@ INNER = {
 }
 
 
-def mesh_of(axis_type):
-    return jax.make_mesh((2,), ("d",), (axis_type,), devices=jax.devices("cpu")[:2])
-
-
 def in_shards(f):
-    mesh = mesh_of(AxisType.Auto)
+    mesh = mesh_of(2, names="d")
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ROWS, out_specs=ROWS))
 
 
 def on_mesh(axis_type):
     def transform(f):
         def run(x):
-            mesh = mesh_of(axis_type)
+            mesh = mesh_of(2, names="d", axis_type=axis_type)
             with jax.set_mesh(mesh):
                 return jax.jit(f)(jax.device_put(x, NamedSharding(mesh, ROWS)))
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import assert_bits_equal, normal, on_eight, quantizings
+from helpers import assert_bits_equal, mesh_of, normal, on_eight, quantizings
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -34,9 +34,7 @@ def in_bf16(lhs, rhs, numbers, precision=None, preferred_element_type=None, **op
     return y.astype(preferred_element_type or lhs.dtype)
 
 
-def mesh_of_eight(axis_type=AxisType.Auto):
-    devices = jax.devices("cpu")
-    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(axis_type,) * 2, devices=devices)
+mesh_of_eight = functools.partial(mesh_of, 4, 2, names=("data", "tensor"))
 
 
 def placed(mesh):
@@ -187,7 +185,7 @@ def test_einsum_takes_it():
 
 def test_layers_on_explicit_meshes():
     """out_sharding goes through; the layer without MX has the same types."""
-    with jax.set_mesh(mesh_of_eight(AxisType.Explicit)):
+    with jax.set_mesh(mesh_of_eight(axis_type=AxisType.Explicit)):
         x = jax.device_put(np.ones((4, 32, 64), np.float32), P("data", None, "tensor"))
         spec = {"kernel_metadata": {"out_sharding": P("tensor", None)}, "use_bias": False}
         layers = [

@@ -16,11 +16,12 @@ from helpers import (
     assert_same_array,
     call_attributes_in,
     for_any_address,
+    mesh_of,
     poison_memory,
     product,
     settled,
 )
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import rms_norm
@@ -320,7 +321,7 @@ def test_one_call():
         text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
         results = "tensor<64xf32>, tensor<64x8x32xbf16>, tensor<64x256xbf16>)"
         assert results in call_attributes_in(text) and "sqrt" not in text
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8)
     sharded = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
     text = text_of(sharded, both=True)
     assert "sqrt" in text and "num_batch_dims" in call_attributes_in(text)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import COLLECTIVE, assert_bits_equal, assert_refused, random_bits
+from helpers import COLLECTIVE, assert_bits_equal, assert_refused, mesh_of, random_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -29,9 +29,7 @@ def test_bits_lie_one_after_the_other(format, shape):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_packed_codes_stay_sharded(axis_type):
-    mesh = jax.make_mesh(
-        (2, 4), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")
-    )
+    mesh = mesh_of(2, 4, axis_type=axis_type)
     values = np.random.default_rng(0).integers(0, 64, (4, 96), np.uint8)
     want = jax_mx.pack_mxfp6(values)
     placed = jax.device_put(values, NamedSharding(mesh, P("a", "b")))

@@ -21,6 +21,7 @@ from helpers import (
     collectives,
     free_port,
     lowered_apart,
+    mesh_of,
     on_eight,
     with_table,
 )
@@ -42,11 +43,6 @@ ROWS = Recipe(window="row")
 HOPPER = Recipe(window="row", wgrad=Product(window="shard"))
 SHAPES = (1024, 512), (512, 256), (1024, 256)  # x (T, K), w (K, N), y's gradient
 FSDP = (P("a"), P("a"), P("a"))
-
-
-def mesh_of(*shape, axis_type=AxisType.Auto, names="ab"):
-    kinds = (axis_type,) * len(shape)
-    return jax.make_mesh(shape, tuple(names), axis_types=kinds, devices=jax.devices("cpu"))
 
 
 def step(recipe, product=jax_mx.matmul, **options):

@@ -25,6 +25,7 @@ from helpers import (
     fitting,
     lowered,
     lowered_apart,
+    mesh_of,
     poison_memory,
     preprocessing,
     random_bits,
@@ -296,9 +297,7 @@ def test_directions_that_differ_are_two_calls():
 )
 @pytest.mark.thorough
 def test_eight_devices_give_the_bytes_of_one(axis_type, spec, layout):
-    mesh = jax.make_mesh(
-        (2, 4), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")
-    )
+    mesh = mesh_of(2, 4, axis_type=axis_type)
     x = random_bits((2, 1024, 512), jnp.bfloat16)
 
     def call(x, key, signs):
@@ -553,10 +552,8 @@ def test_kernels_along_rows_give_other_forms(op, options, shape, results):
 
 @pytest.mark.thorough
 def test_shards_that_split_a_transform():
-    explicit = jax.make_mesh(
-        (4,), ("b",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4]
-    )
-    auto = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    explicit = mesh_of(4, names="b", axis_type=AxisType.Explicit)
+    auto = mesh_of(4, names="b")
     x = random_bits((32, 128), np.float32)
     call = jax.jit(partial(jax_mx.quantize, **ALL))
     want = call(x)
@@ -574,7 +571,7 @@ def test_shards_that_split_a_transform():
 
 
 def test_shard_map_counts_blocks_of_its_shard():
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8)
     x = jnp.tile(jnp.asarray(random_bits((1, 64), np.float32)), (8, 1))
 
     def call(x, key, folded):

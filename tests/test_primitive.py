@@ -16,6 +16,7 @@ from helpers import (
     kernels_for,
     lowered,
     lowered_apart,
+    mesh_of,
     normal,
     op_of,
     plan_for,
@@ -378,11 +379,6 @@ def test_a_chip_without_kernels():
 X = random_bits((4, 16, 512), np.float32)
 
 
-def mesh(axis_type: AxisType):
-    devices = jax.devices("cpu")
-    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(axis_type, axis_type), devices=devices)
-
-
 # ---- export ---
 
 
@@ -417,8 +413,8 @@ def test_private_names_of_jax():
     fields = mlir.ModuleContext.__annotations__
     assert {"platforms", "backend", "lowering_parameters"} <= set(fields)
     assert "for_export" in mlir.LoweringParameters.__annotations__
-    with jax.set_mesh(mesh(AxisType.Explicit)):
-        x = jax.device_put(X, NamedSharding(mesh(AxisType.Explicit), P("a")))
+    with jax.set_mesh(mesh_of(2, 4, axis_type=AxisType.Explicit)):
+        x = jax.device_put(X, NamedSharding(mesh_of(2, 4, axis_type=AxisType.Explicit), P("a")))
         assert jax.typeof(x).sharding.spec[0] == "a"
 
 
@@ -446,7 +442,7 @@ def test_dequantize_varies_where_either_operand_does():
     def f(values, scales):
         return jax_mx.MXArray(values, scales, q.format, -1, q.scale_layout).dequantize()
 
-    a = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    a = mesh_of(8)
     specs = {"mesh": a, "in_specs": (P(), P("a"))}
     with pytest.raises(ValueError, match="replica"):
         jax.jit(jax.shard_map(f, out_specs=P(), **specs))(q.values[:1], q.scales)
@@ -456,7 +452,7 @@ def test_dequantize_varies_where_either_operand_does():
 
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_explicit_shards_that_split_a_block_get_one_sentence(axis):
-    explicit = mesh(AxisType.Explicit)
+    explicit = mesh_of(2, 4, axis_type=AxisType.Explicit)
     spec = P(None, "b") if axis == -1 else P("b", None)
     with jax.set_mesh(explicit):
         x = jax.device_put(jnp.ones((64, 64)), NamedSharding(explicit, spec))
@@ -469,7 +465,7 @@ def test_explicit_shards_that_split_a_block_get_one_sentence(axis):
 
 
 def test_explicit_shards_that_split_square_or_quantized_blocks():
-    explicit = mesh(AxisType.Explicit)
+    explicit = mesh_of(2, 4, axis_type=AxisType.Explicit)
     with jax.set_mesh(explicit):
         x = jax.device_put(jnp.ones((64, 64)), NamedSharding(explicit, P("b")))
         with pytest.raises(private.ShardingTypeError, match="quantize: axis -2 of length 64"):

@@ -20,6 +20,7 @@ from helpers import (
     call_attributes_in,
     for_any_address,
     in_turn,
+    mesh_of,
     poison_memory,
     random_bits,
 )
@@ -212,9 +213,7 @@ def test_where_there_is_no_kernel_xla_gathers_and_a_kernel_quantizes():
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_shards(axis_type):
     """Right on every mesh, the results split as numbers and columns are."""
-    mesh = jax.make_mesh(
-        (4, 2), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")
-    )
+    mesh = mesh_of(4, 2, axis_type=axis_type)
     x, rows = random_bits((64, 128), "bfloat16"), numbers(512, 64)
     want = jax_mx.quantize_both(gathered(x, rows))
     for spec, of_rows in ((P("a", None), P()), (P(), P("a")), (P(None, "b"), P("a"))):
@@ -233,7 +232,7 @@ def test_shards(axis_type):
 @pytest.mark.usefixtures("without_code")
 def test_a_program_that_xla_splits_splits_the_quantizing_too():
     """So a call of rows is none there; under shard_map it is, and nothing moves."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8)
     where = NamedSharding(mesh, P("a"))
     args = [
         jax.ShapeDtypeStruct((64, 128), jnp.bfloat16, sharding=where),
@@ -253,7 +252,7 @@ def test_a_program_that_xla_splits_splits_the_quantizing_too():
 
 def test_rows_keep_their_type_on_explicit_meshes():
     """Words of several elements would be split where elements are."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8, axis_type=AxisType.Explicit)
     rows = jnp.asarray([3, -1, 19])
     with jax.set_mesh(mesh):
         where = NamedSharding(mesh, P(None, "a"))

@@ -22,6 +22,7 @@ from helpers import (
     assert_same_array,
     free_port,
     mesh_for,
+    mesh_of,
     mesh_shape,
     names_in,
     on_eight,
@@ -359,7 +360,7 @@ def test_the_partitioner_splits_calls(layout):
     ],
 )
 def test_shards_that_split_blocks_and_uneven_ones_are_right(shape, spec, layout):
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    mesh = mesh_of(4)
     x = random_bits(shape, np.float32)
 
     def call(x):
@@ -378,9 +379,7 @@ def test_shards_that_split_blocks_and_uneven_ones_are_right(shape, spec, layout)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_transformations_of_sharded_arrays(axis_type, layout):
     """vmap over any axis, nested and sharded; scan, map, while, cond: bits, and no collective."""
-    mesh = jax.make_mesh(
-        (2, 4), ("a", "b"), axis_types=(axis_type,) * 2, devices=jax.devices("cpu")
-    )
+    mesh = mesh_of(2, 4, axis_type=axis_type)
     x = jnp.asarray(random_bits((4, 2, 512, 128), jnp.bfloat16))
 
     def one(x):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import COLLECTIVE, assert_bits_equal, call_attributes_in, plan_for, stand_in
+from helpers import COLLECTIVE, assert_bits_equal, call_attributes_in, mesh_of, plan_for, stand_in
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mx.facts import signatures
@@ -106,12 +106,12 @@ def test_vmap_over_it_takes_one_call_after_the_other(shifted):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_shards(shifted, axis_type):
     """Right on every mesh; under shard_map nothing moves."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(axis_type,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8, axis_type=axis_type)
     with jax.set_mesh(mesh):
         x = jax.device_put(VIEW, NamedSharding(mesh, P("a")))
         table = jax.device_put(TABLE, NamedSharding(mesh, P()))
         assert_bits_equal(jax.jit(shifted)(x, table), jnp.asarray(VIEW + 31))
-    auto = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    auto = mesh_of(8)
     mapped = jax.jit(jax.shard_map(shifted, mesh=auto, in_specs=(P("a"), P()), out_specs=P("a")))
     assert_bits_equal(mapped(VIEW, TABLE), jnp.asarray(VIEW + 31))
     assert not COLLECTIVE.search(mapped.lower(VIEW, TABLE).compile().as_text())

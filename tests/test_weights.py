@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, collectives, normal, quantizings
+from helpers import assert_bits_equal, assert_refused, collectives, mesh_of, normal, quantizings
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -180,7 +180,7 @@ def test_codes_move_where_devices_have_parts(name, axis_type):
         pytest.skip("parts of 32 rows cut tiles, which explicit axes refuse")
     gradient = jax.value_and_grad(functools.partial(loss, recipe, True))
     want_value, want = jax.jit(gradient)(weights, x)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8, names=("data",), axis_type=axis_type)
     parts = {name: NamedSharding(mesh, P(None, "data") if a.ndim == 3 else P())
              for name, a in weights.items()}  # fmt: skip
     rows = NamedSharding(mesh, P("data"))
