@@ -111,8 +111,8 @@ def operands(case: Layer, make: Callable | None, key: jax.Array) -> tuple:
     w1, w2 = (w.astype(jnp.bfloat16) for w in (w1, w2))
     if make:
         w1, w2 = make(w1), make(w2)
-    found = normal(keys[0], (case.tokens, case.width)), experts, weights, w1, w2
-    return (*found, normal(keys[5], (case.tokens, case.width))) if case.backward else found
+    arrays = normal(keys[0], (case.tokens, case.width)), experts, weights, w1, w2
+    return (*arrays, normal(keys[5], (case.tokens, case.width))) if case.backward else arrays
 
 
 def rotating(make: Callable[[jax.Array], tuple], count: int) -> timing.Inputs:

@@ -62,9 +62,9 @@ def run(way: Way, steps: int, rate: float, devices: int = 1) -> tuple[float, lis
     experts = math.gcd(devices, train_moe.EXPERTS)
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(-1, experts), ("data", "expert"))
     model = train_moe.Model(way.recipe, "expert" if devices > 1 else None, nnx.Rngs(0))
-    own = {"implementation": way.implementation, "recipe": way.experts or way.recipe}
+    fixed = {"implementation": way.implementation, "recipe": way.experts or way.recipe}
     for block in model.blocks:
-        block.moe = functools.partial(block.moe, **own)
+        block.moe = functools.partial(block.moe, **fixed)
     optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
 
     def placed(a: jax.Array) -> jax.Array:

@@ -106,7 +106,7 @@ SOURCES: Mapping[str, Source] = {
     str(source): source
     for source in (
         RowsSource(),
-        *(kind(*way, more) for kind in (GatedSource, GradientSource) for more in (False, True)
+        *(source(*way, more) for source in (GatedSource, GradientSource) for more in (False, True)
           for way in _WAYS),
         *(NormSource(floats=floats) for floats in (False, True)),
     )
@@ -198,9 +198,9 @@ def _requirements() -> Iterator[Requirement]:
         preprocessing: str = "none",
         source: str = "",
     ) -> dict[str, str]:
-        kind = {"dtype": "bfloat16", "format": format, "scaling": "rceil", "scale_layout": layout}
+        row = {"dtype": "bfloat16", "format": format, "scaling": "rceil", "scale_layout": layout}
         form = named(name, preprocessing, source)
-        return {"op": FORMS[name].op, "form": form, "shape": spell(shape), **kind}
+        return {"op": FORMS[name].op, "form": form, "shape": spell(shape), **row}
 
     for shape in REQUIRED:
         yield Requirement(where("axis -1", shape), 0.95, 2.3)
@@ -234,14 +234,14 @@ def parse(text: str) -> tuple[Shape, ...]:
     Raises:
       ValueError: neither a name nor a shape, or a shape without elements.
     """
-    found: list[Shape] = []
+    shapes_named: list[Shape] = []
     for word in text.split(","):
         if word in SHAPES:
-            found += SHAPES[word]
+            shapes_named += SHAPES[word]
         elif re.fullmatch(r"\d+(x\d+)*", word):
-            found.append(tuple(map(int, word.split("x"))))
-            if 0 in found[-1]:
+            shapes_named.append(tuple(map(int, word.split("x"))))
+            if 0 in shapes_named[-1]:
                 raise ValueError(f"shape {word!r} has no elements; there is nothing to measure")
         else:
             raise ValueError(f"shape {word!r} is neither AxBxC nor one of {', '.join(SHAPES)}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(shapes_named))

@@ -159,21 +159,21 @@ def _of_norms(variant: Variant) -> Iterator[Any]:
             yield norms.Whole(threads, 4, rows)
         return
     sizes = ((4, 2, 2), (4, 4, 4), (8, 2, 4))
-    for (down, across, each), lag in itertools.product(sizes, (2, 3, 4, 5, 6)):
-        yield norms.Bands(down, across, each=each, lag=lag)
+    for (down, across, stages), lag in itertools.product(sizes, (2, 3, 4, 5, 6)):
+        yield norms.Bands(down, across, each=stages, lag=lag)
 
 
 def _of_products(product: ProductKernel) -> Iterator[Any]:
     """The tile that Hopper's table has, and those that differ from it in one field."""
-    what, value = chosen(product, "sm_90a")
-    module, name = TILES[what]
+    table, value = chosen(product, "sm_90a")
+    module, name = TILES[table]
     tile = getattr(importlib.import_module(f"jax_mx.kernels.cutedsl.{module}"), name)(**value)
     yield tile
     for field in dataclasses.fields(tile):
-        own = getattr(tile, field.name)
-        values = (own - 1, own + 1) if field.name == "stages" else VALUES[field.name]
+        current = getattr(tile, field.name)
+        values = (current - 1, current + 1) if field.name == "stages" else VALUES[field.name]
         for value in values:
-            if value != own and (field.name != "stages" or value >= LEAST.get(name, 1)):
+            if value != current and (field.name != "stages" or value >= LEAST.get(name, 1)):
                 yield dataclasses.replace(tile, **{field.name: value})
 
 
@@ -186,18 +186,18 @@ def chosen(
       ValueError: its entries have no tile to choose.
     """
     module = importlib.import_module(f"jax_mx.kernels.cutedsl.{variant.op}")
-    found = []
+    choices = []
 
-    def choose(what: str, *where: Any, real: Callable = tuning.choose) -> Any:
-        found.append((what, real(what, *where)))
-        return found[-1][1]
+    def choose(table: str, *where: Any, real: Callable = tuning.choose) -> Any:
+        choices.append((table, real(table, *where)))
+        return choices[-1][1]
 
     with mock.patch.object(tuning, "choose", choose):
         if isinstance(variant, ProductKernel):
             module.entries(variant, arch)
         else:
             module.kernel_of(variant, arch, SCALE_LAYOUTS[layout], aligned)
-    rows = [(what, value) for what, value in found if isinstance(value, dict)]
+    rows = [(table, value) for table, value in choices if isinstance(value, dict)]
     if not rows:
         raise ValueError(f"{variant.name} has no tile to choose")
     return rows[0]
@@ -235,8 +235,8 @@ def build(folder: Path, arch: str, variants: Sequence[Binary]) -> None:
             name = f"{variant.name}.{arch}.{size}"
             sha256 = hashlib.sha256(image).hexdigest()
             (folder / "kernels" / sha256).write_bytes(image)
-            own = {"row": chosen(variant, arch)[0], "tile": dataclasses.asdict(tile)}
-            manifest[name] = {"sha256": sha256, **own, **facts}
+            described = {"row": chosen(variant, arch)[0], "tile": dataclasses.asdict(tile)}
+            manifest[name] = {"sha256": sha256, **described, **facts}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     print(len(manifest), "candidates")
 
@@ -354,8 +354,8 @@ def calls(variant: Binary, shape: shapes.Shape, layout: str) -> Iterator[Call]:
     from benchmarks.quantizers import Quantizer
 
     form = shapes.form_of(variant.op, variant.form)
-    sources = {made: name for name, made in shapes.SOURCES.items()}
-    kinds = tuple(kind._replace(window=BLOCK) for kind in variant.kinds)
+    sources = {source: name for name, source in shapes.SOURCES.items()}
+    kinds = tuple(traits._replace(window=BLOCK) for traits in variant.kinds)
     treated = {(): "none", (Kind(),): "none", (Kind(), Kind()): "none"}
     treated |= {its: name for name, its in shapes.PREPROCESSING.items()}
     known = not variant.source or variant.source in sources

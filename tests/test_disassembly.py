@@ -99,12 +99,12 @@ class Segments(Global):
 
     touched = least = 0
 
-    def _find(self, addresses, size, access):
+    def _find(self, addresses, size, what):
         if size == 16:
             waves = addresses.reshape(-1, 64) >> np.uint64(6)
             self.touched += sum(len(np.unique(wave)) for wave in waves)
             self.least += len(addresses) // 4
-        return super()._find(addresses, size, access)
+        return super()._find(addresses, size, what)
 
 
 # Where anything lies, formats change by how many codes are in a byte.
