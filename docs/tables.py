@@ -123,12 +123,12 @@ def sharding_no() -> list[str]:
     head: list[str] = []
     for line in (ROOT / "docs" / "sharding.md").read_text().splitlines():
         cells = _cells(line)
-        if line.startswith(("| call | scales |", "| dot_general |", "| mlp |")):
+        if line.startswith(("| scales | calls |", "| dot_general |", "| mlp |")):
             head = cells
         if not head or len(cells) != len(head) or "yes" not in cells:
             continue
-        heads = 2 if head[0] == "call" else 1  # that name the call; the second one its layout
-        name = f"all calls with scales in `{cells[1]}`" if heads == 2 else cells[0] or head[0]
+        heads = 2 if head[0] == "scales" else 1  # the layout and its calls, or the call
+        name = f"all calls with scales in `{cells[0]}`" if heads == 2 else cells[0] or head[0]
         marks = [
             f"{split}" + f" ({mark})" * (mark != "no")
             for split, mark in zip(head[heads:], cells[heads:], strict=True)
@@ -951,9 +951,11 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 def written(text: str) -> str:
     """A document with the tables that it keeps between comments written anew."""
     pattern = r"(<!-- (\w+): written by python -m docs.tables -->\n).*?(<!-- /\2 -->)"
-    return re.sub(
-        pattern, lambda m: m[1] + "\n".join(TABLES[m[2]]()) + f"\n{m[3]}", text, flags=re.DOTALL
-    )
+
+    def one(match: re.Match[str]) -> str:
+        return "\n".join([match[1], *TABLES[match[2]](), match[3]])
+
+    return re.sub(pattern, one, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -499,19 +499,19 @@ def table() -> list[str]:
         "(with check_vma). The column is what each axis is split over; blocks run along k, or",
         "along m (axis -2; axis -3 of m, e, k), or both. Where a shard_map leaves other axes to",
         "explicit sharding, JAX gathers at its boundary, of x + 1 too; there *yes* means no other",
-        "collective. Every cell is a test, in one of the modes.",
+        "collective. Every call of every cell is a test, in one of the modes.",
         "",
         "Call a shard_map under jit: eagerly, JAX compiles a program for each op and each array",
         "that goes in or comes out, at every call; for an op of jax_mx no more than for its own.",
         "",
-        "| call | scales | " + " | ".join(SPECS) + " |",
+        "| scales | calls | " + " | ".join(SPECS) + " |",
         "|---|---|" + "---|" * len(SPECS),
     ]
-    for name, layout in ROWS:
-        marks = []
-        for spec in SPECS.values():
-            marks.append("yes" if stays(layout, spec, mesh_shape(spec, 8)) else "no")
-        lines.append(f"| {name} | {layout} | {' | '.join(marks)} |")
+    for layout in SCALE_LAYOUTS:
+        calls = "; ".join(name for name, of in ROWS if of == layout)
+        splits = [stays(layout, spec, mesh_shape(spec, 8)) for spec in SPECS.values()]
+        marks = ["yes" if whole else "no" for whole in splits]
+        lines.append(f"| {layout} | {calls} | {' | '.join(marks)} |")
     return lines
 
 
