@@ -16,8 +16,9 @@ import pytest
 from exact import changed, integers, wanted
 from helpers import assert_bits_equal, hard_blocks, plan_for
 
-from jax_mx.facts.directions import LAST
-from jax_mx.facts.formats import (
+from jax_mx.formats import blocks as reference
+from jax_mx.formats.directions import LAST
+from jax_mx.formats.formats import (
     BLOCK,
     MXFP4_E2M1,
     MXFP6_E2M3,
@@ -26,17 +27,16 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     SCALE_NAN,
 )
-from jax_mx.facts.preprocessing import Preprocessing
-from jax_mx.facts.product_kernels import DIRECT, ProductKernel
-from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import quantizers
-from jax_mx.reference import blocks as reference
+from jax_mx.quantizing import quantizers
+from jax_mx.quantizing.facts.preprocessing import Preprocessing
+from jax_mx.quantizing.facts.product_kernels import DIRECT, ProductKernel
+from jax_mx.shipping.shipped import SHIPPED
 
 FLAT = [
     v for v in SHIPPED if v.changes_elements and v.implementation == "cutedsl" and v.form == LAST
 ]
-preprocessed = pytest.importorskip("jax_mx.kernels.cutedsl.preprocessed")
-convert = pytest.importorskip("jax_mx.kernels.cutedsl.convert")
+preprocessed = pytest.importorskip("jax_mx.quantizing.kernels.cutedsl.preprocessed")
+convert = pytest.importorskip("jax_mx.quantizing.kernels.cutedsl.convert")
 
 
 def floats(bits):
@@ -204,20 +204,20 @@ def on_numpy(monkeypatch):
         for v in FLAT
         for prescale in (None, 0.75)
         for elements in (8, 16, 32)
-        if v.kinds[0].stochastic or prescale is None
+        if v.modes[0].stochastic or prescale is None
     ],
 )
 def test_threads_compute_what_the_reference_does(variant, prescale, elements):
-    (traits,) = variant.kinds
-    of_variant = traits, variant.dtype
-    sharers, span = BLOCK // elements, traits.blocks
+    (mode,) = variant.modes
+    of_variant = mode, variant.dtype
+    sharers, span = BLOCK // elements, mode.blocks
     x = hard_blocks(variant.dtype)
     x = x[: len(x) // span * span]
     rng = np.random.default_rng(1)
     block_words = [
         rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(variant.block_data)
     ]
-    preprocessing = Preprocessing(traits.stochastic, prescale, traits.hadamard)
+    preprocessing = Preprocessing(mode.stochastic, prescale, mode.hadamard)
     in_rows = x.reshape(-1, BLOCK * span)
     plan = plan_for(in_rows, format=MXFP4_E2M1, scaling="even", preprocessing=(preprocessing,))
     views = [jnp.asarray(a).reshape(-1, span, a.shape[-1]) for a in (x, *block_words)]
@@ -231,11 +231,11 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     seeds = block_words[0]
     block_words = [np.repeat(word.reshape(-1, span), sharers, 1) for word in block_words]
     prescale = np.int32(np.float32(prescale or 0).view(np.int32))
-    held = preprocessed.flip([*held], block_words[-1], thread_place) if traits.hadamard else [*held]
+    held = preprocessed.flip([*held], block_words[-1], thread_place) if mode.hadamard else [*held]
     unsettled = preprocessed.elements(*of_variant, held, thread_place, prescale)
     settled = [preprocessed.settled(*of_variant, value, prescale) for value in unsettled]
     factor = preprocessed.factor(*of_variant, prescale)
-    noise = reference.noise(jnp.asarray(seeds), (-1,)) if traits.stochastic else None
+    noise = reference.noise(jnp.asarray(seeds), (-1,)) if mode.stochastic else None
     # Every block, with zeros where products are zero; and without, those that are not small.
     for values_of_threads, small in ((settled, True), (unsettled, False)):
         y = np.moveaxis(np.stack(values_of_threads), 0, -1).reshape(x.shape)
@@ -248,7 +248,7 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
         got = quantize(jnp.asarray(y[rows]), noise=noisy)
         assert_bits_equal(got[0], values[rows])
         assert_bits_equal(got[1], scales[rows])
-        if traits.stochastic:
+        if mode.stochastic:
             scale = scales.view(np.uint8).astype(np.uint32)
             nan = np.uint32(0x7FFFFFFF)  # the hardware's only one
             inverse = np.where(scale == SCALE_NAN, nan, (254 - scale) << np.uint32(23))
@@ -356,7 +356,7 @@ def test_no_product_rounds_up_to_the_least_normal_number(factor):
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 def test_codes_of_four_bits_times_every_scale(monkeypatch):
     """As few rows of x meet them: each code at each place of a word, exact, 2^-127 and NaN too."""
-    few = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_few")
+    few = pytest.importorskip("jax_mx.products.cutedsl.matmul_few")
     numbers = {"max": np.maximum, "min": np.minimum, "select_": np.where}
     monkeypatch.setattr(few, "cutlass", SimpleNamespace(**numbers))
     monkeypatch.setattr(few, "cute", convert.cute)
@@ -409,8 +409,8 @@ def multiplied_by_warps(a, b, sums):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_lanes_that_load_codes_add_up_the_product(format, parts, monkeypatch):
     """All that a warp does from memory to sums: exact, with scales of 2^-127 and NaN, too."""
-    vector = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_vector")
-    few = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_few")
+    vector = pytest.importorskip("jax_mx.products.cutedsl.matmul_vector")
+    few = pytest.importorskip("jax_mx.products.cutedsl.matmul_few")
     direct = vector.Direct(ProductKernel("matmul", "cutedsl", (format,), DIRECT), "sm_90a")
     direct.arch = "sm_80"  # whose conversions are integers
     rng, deep, rows, width = np.random.default_rng(0), 5, 3, 16
