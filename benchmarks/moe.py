@@ -51,7 +51,7 @@ LAYERS = {
     "forward and backward": Layer(8192, 2, 8, 7168, 2048, backward=True),
     "decode gpt-oss-120b": Layer(64, 4, 128, 2880, 2880),
 }
-# What sorts the ids of tokens' experts, (T, k), by expert: 131,072 of them, of 64 experts.
+# The sort of the tokens' experts, (T, k), by expert: 131,072 ids of 64 experts.
 ROUTING = Layer(16384, 8, 64, 0, 0)
 Call = Callable[..., jax.Array]
 

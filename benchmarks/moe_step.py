@@ -45,7 +45,7 @@ WAYS = {
     "mxfp4": Way("mxfp4"),
     "mxfp8, gradients in mxfp4": Way(train_moe.RECIPES["mxfp4_backward"]),
 }
-# Which of a layer's three products MXFP4 costs learning in; as the recipe MXFP4 has each.
+# Recipes with MXFP4 in one product of three show which one costs learning.
 PARTS = {
     "mxfp8, forward in mxfp4": Way(Recipe(forward=MXFP4_E2M1)),
     "mxfp8, dgrad in mxfp4": Way(Recipe(dgrad=MXFP4_E2M1)),

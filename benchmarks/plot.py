@@ -95,14 +95,14 @@ def draw(rows: Sequence[Row], where: str) -> Figure:
 
 
 # ---- the README's ---
-# Of the left half: forms.
+# The left half draws these forms.
 MAIN_FORMS = {
     "axis -1": "along rows",
     "axis -2 transposed": "along columns,\ntransposed",
     "both transposed": "both",
     "dequantize": "back to\nbfloat16",
 }
-# Of moe: cases, and what else is drawn of them.
+# The picture of moe draws these cases and ways.
 LAYERS = ("forward", "forward and backward")
 LAYERS_IN_FLOATS = ("bf16 Pallas", "bf16 lax.ragged_dot")
 Bars = Mapping[str, Mapping[str, float]]  # name -> label of a group -> length

@@ -90,7 +90,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         '"auto, explicit" '
         '"auto, shard_map"'),
 }  # fmt: skip
-# Those of several GPUs, as names of their files say.
+# Commands of several GPUs have files whose names begin with x.
 SEVERAL = tuple(name for name, (file, _) in COMMANDS.items() if file.startswith("x"))
 
 

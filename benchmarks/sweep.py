@@ -49,12 +49,12 @@ from jax_mx.shipping.shipped import existing
 if TYPE_CHECKING:
     import jax
 
-# What a sweep's row asks of an entry, see `tuning.facts_of`; of a product's, everything.
+# The facts that a sweep's row asks of an entry, see `tuning.facts_of`; a product's row asks all.
 WHERE = ("form", "dtype", "codes_per_byte", "tiled_scales", "window", "source", "activation",
          "interleaved")  # fmt: skip
 # No multiple of what a thread block covers, in any direction; of norms, two axes are enough.
 SMALL = (3, 160, 224)
-# Whose tiles products have: per row of the table, the module and its class.
+# The tiles of products: for each row of the table, the module and its class.
 TILES = {
     "matmul.Warps": ("matmul_many", "CodeStages"),
     "matmul.Direct": ("matmul_vector", "Lines"),
@@ -112,7 +112,7 @@ def candidates(variant: Binary) -> Iterator[Any]:
             (128, 256, 512), (4, 8, 16, 32), (1, 2, 4, 8)
         ):
             in_flight = elements * unroll * itemsize
-            # Of dequantize, 16 bytes of floats a step: more would leave gaps between threads.
+            # dequantize writes 16 bytes of floats a step: more would leave gaps between threads.
             fits = elements * itemsize in ((16,) if variant.op == "dequantize" else range(16, 129))
             if 32 <= in_flight <= 256 and fits:
                 yield kernel.Strip(threads, elements, unroll)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 Inputs = Sequence[tuple[Any, ...]]  # the arguments of one call each; calls take them in turn
 
-# Of an H200, the largest L2 at hand; a smaller one is overrun by the same data.
+# An H200 has the largest L2 at hand; the same data overruns a smaller one.
 L2_BYTES = 60 * 2**20
 # Outputs alive at a time: two keep the device busy; a queue of all would fill its memory.
 WINDOW = 2

@@ -21,7 +21,7 @@ from jax_mx.launch.emulation.memory import Global
 from jax_mx.shipping.shipped import SHIPPED
 
 POISON = 0xA7
-# Those of rows have tests of their own, tests/test_rows.py.
+# Kernels of sources are in their own tests, as tests/test_rows.py.
 FLYDSL = [v for v in SHIPPED if v.implementation == "flydsl" and not v.source]
 
 
@@ -54,7 +54,7 @@ def few(binaries) -> list[tuple]:
     return covering(binaries, has)
 
 
-# Those that tests share by default, as to compile one takes longer than to test it.
+# Tests share these by default, as to compile a kernel takes longer than to test it.
 FEW = few(sorted(binaries_of(FLYDSL), key=lambda binary: binary[1], reverse=True))
 
 

@@ -70,6 +70,23 @@ def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return np.where(less, np.copysign(0, exact), exact).astype(np.float32)
 
 
+def step(f: Callable, wrt: Iterable[int] | None = None) -> Callable:
+    """(*args, dy) -> f(*args) and its gradients, of all arguments or of these."""
+
+    def call(*args):
+        *args, dy = args
+        at = range(len(args)) if wrt is None else wrt
+
+        def of(*some):
+            replaced = dict(zip(at, some, strict=True))
+            return f(*(replaced.get(i, arg) for i, arg in enumerate(args)))
+
+        y, pull = jax.vjp(of, *(args[i] for i in at))
+        return (y, *pull(dy))
+
+    return call
+
+
 def settled(x: np.ndarray) -> np.ndarray:
     """Float32s, with zeros of their sign for subnormal ones."""
     return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float32)
@@ -136,6 +153,14 @@ def assert_bits_equal(got, want, label: str = "") -> None:
             f"0x{got_bytes[at][::-1].tobytes().hex()}, "
             f"expected 0x{want_bytes[at][::-1].tobytes().hex()}"
         )
+
+
+def assert_same(got, want, label: str = "", floats: Callable = assert_bits_equal) -> None:
+    """Trees of arrays are equal: MX arrays in each field, others as `floats` compares them."""
+    is_mx = lambda leaf: isinstance(leaf, jax_mx.MXArray)  # noqa: E731
+    leaves = (jax.tree.leaves(tree, is_leaf=is_mx) for tree in (got, want))
+    for g, w in zip(*leaves, strict=True):
+        (assert_same_array if is_mx(w) else floats)(g, w, label)
 
 
 def assert_same_array(got, want, label: str = "") -> None:
@@ -555,8 +580,8 @@ def only(spec: PartitionSpec, names) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in kept))
 
 
-# What the coordinator of jax.distributed rarely dies of when all is done: a race in the server of
-# gRPC as it ends, see grpc/grpc#27716. Nothing of ours is there any longer then.
+# The coordinator of jax.distributed rarely dies when all is done, by a race in gRPC's server, see
+# grpc/grpc#27716. Nothing of ours is there any longer then.
 GRPC_RACE = "Check failed: queue.Pop() == nullptr"
 
 

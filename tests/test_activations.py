@@ -12,6 +12,7 @@ from conftest import arch_here
 from helpers import (
     assert_bits_equal,
     assert_refused,
+    assert_same,
     assert_same_array,
     call,
     call_attributes_in,
@@ -139,7 +140,7 @@ def table(name: str, slope: bool = False) -> np.ndarray:
         values = np.where((gate == np.inf) & (row.unary == "relu2"), np.inf, values)
         defined = ~np.isnan(gate) | (row.unary == "identity")
         return np.where(defined, values, np.nan).astype(np.float32)
-    # Of infinite gates what the formula has: inf * 0 is a NaN.
+    # Infinite gates have the formula's limits: inf * 0 is a NaN.
     high = np.float32(cut(np.inf, name)) if np.isfinite(cut(np.inf, name)) else np.float32(np.inf)
     if np.isfinite(high):
         high = values[np.flatnonzero(gate == high)[0]]
@@ -223,10 +224,7 @@ def same_floats(got, want, label="") -> None:
         want.dtype), label)  # fmt: skip
 
 
-def same(got, want, label="") -> None:
-    got, want = ([*r] if isinstance(r, tuple | list) else [r] for r in (got, want))
-    for g, w in zip(got, want, strict=True):
-        (assert_same_array if isinstance(w, jax_mx.MXArray) else same_floats)(g, w, label)
+same = functools.partial(assert_same, floats=same_floats)
 
 
 def every_gate(length: int = 128, dtype="bfloat16") -> np.ndarray:

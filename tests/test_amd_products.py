@@ -33,7 +33,7 @@ from jax_mx.testing import emulate
 
 KERNELS = [product for product in PRODUCTS if product.implementation == "flydsl"]
 EVERY = [*itertools.product(KERNELS, ARCHS["flydsl"])]
-# Those that tests share, as to compile one takes longer than to test it: every format and arch.
+# Tests share these, as to compile a kernel takes longer than to test it: every format and arch.
 FEW = [
     (ProductKernel("matmul_fp8", "flydsl", (MXFP8_E4M3, MXFP8_E4M3), 128), "gfx950"),
     (ProductKernel("wgrad_fp8", "flydsl", (MXFP8_E4M3, MXFP8_E4M3), 128), "gfx950"),

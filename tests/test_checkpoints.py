@@ -34,7 +34,7 @@ def made(way="rows", format="mxfp6_e2m3", seed=0):
     return jax_mx.quantize(x, format, **WAYS[way])
 
 
-# What a target may differ in from made(), and how it does.
+# Targets that differ from made(), by the field that differs.
 OTHERS = {
     "format": made(format="mxfp6_e3m2"),
     "axis": made("columns"),

@@ -300,7 +300,7 @@ def test_shapes_of_shards():
         together = jax.shard_map(matmul, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
         rest = jax.device_put(x, P("a")), jax.device_put(w, P())
         assert shapes(together, *rest)[0] == "32x256"
-        # What is looked up when it is lowered is what explain looks up.
+        # Lowering and explain look up the same key.
         choice = deciding("dequantize", matmul, *sharded)
         before = lowered(matmul, *sharded)
         with choice:
@@ -477,7 +477,7 @@ def test_what_has_no_tilings():
             assert not row.worth(call)
 
 
-# Which tilings are measured beside the one that kernels take by themselves.
+# The tilings that are measured beside the one that kernels take by themselves.
 WORTH = {
     ("mxfp8", 1): [],  # that is of 4 rows
     ("mxfp8", 8): [4],
@@ -543,7 +543,7 @@ def test_tilings_are_candidates(name, monkeypatch, tmp_path):
         assert tilings == ["cutedsl", other]
         assert f"{other}, us" in str(loaded)
     assert {name for name in asked if "_r" in name} == {other}
-    # What is taken by itself is asked first, and what a table names is, worth it or not.
+    # The default comes first, and a table's tiling comes, whether it is worth its time or not.
     tile = "cutedsl_r128" if other != "cutedsl_r128" else "cutedsl_r256"
     with deciding(tile, f, *args):
         (entry,) = quiet(f, *args, candidates=1).entries
@@ -615,7 +615,7 @@ def test_the_order_of_who_decides(monkeypatch, tmp_path):
         return call.chosen, call.by
 
     assert told() == ("xla", "rule")
-    # Of another version: the package's own table counts all the same.
+    # The package's own table counts for another version, too.
     (key,) = (call.key for call in explain(matmul, x, w).calls)
     old = Key(key.op, key.chip, key.operands, key.how, "0.0.1")
     monkeypatch.setattr(choices, "TABLES", tmp_path)

@@ -20,6 +20,7 @@ from helpers import (
     mesh_of,
     on_eight,
     random_bits,
+    step,
     with_table,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -306,14 +307,10 @@ FLOATS = 512 * 1024
 def gathered(recipe=MXFP8, spec=ROWS):
     """A product and both gradients, of a weight that is split as spec says."""
 
-    def call(x, w, dy):
-        def f(x, w):
-            return jax_mx.matmul(x, jax_mx.gather_weight(w, spec, recipe), recipe=recipe)
+    def f(x, w):
+        return jax_mx.matmul(x, jax_mx.gather_weight(w, spec, recipe), recipe=recipe)
 
-        y, pull = jax.vjp(f, x, w)
-        return y, *pull(dy)
-
-    return call
+    return step(f)
 
 
 def fsdp(w, y=ROWS):
@@ -381,8 +378,7 @@ def unmoved(name: str):
     if len(arrays) == 1:
         return jax_mx.quantize(*arrays)
     recipe = MXFP4 if "MXFP4" in name else Recipe(block=(32, 32)) if "square" in name else MXFP8
-    y, pull = jax.vjp(lambda x, w: jax_mx.matmul(x, w, recipe=recipe), *arrays[:2])
-    return (y, *pull(arrays[2]))
+    return step(functools.partial(jax_mx.matmul, recipe=recipe))(*arrays)
 
 
 def check_cell(name: str, mode: str) -> None:

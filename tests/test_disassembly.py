@@ -43,7 +43,7 @@ def disassemble(code: CodeObject, kernel: str) -> list[tuple[int, str, int]]:
     raise ValueError(f"{kernel} does not end")
 
 
-# What was decoded before, by its bytes; no instruction is the beginning of another.
+# Instructions decoded before, by their bytes; no instruction is the beginning of another.
 _known: dict[bytes, tuple[str, int, int]] = {}
 
 

@@ -61,7 +61,7 @@ def tiles_like(symbols: str):
 
 RANDOM = Stochastic(KEY, 0.75), Hadamard(64, jnp.asarray(SIGNS))
 TALL, SHORT = (quantized(jnp.ones((3, n, 64)), **TILED) for n in (128, 100))
-# What is exported, the arguments that it is exported for, and those that it is called with.
+# The exported function, the arguments that it is exported for, and those that it is called with.
 CASES = {
     "rows": (quantized, [like("n, 64")], [[floats(7, 64)]]),
     **{

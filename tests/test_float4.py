@@ -26,7 +26,7 @@ from jax_mx.formats.layouts import SCALE_LAYOUTS
 
 P = PartitionSpec
 FP4 = partial(jax_mx.quantize, format="mxfp4_e2m1")
-# Of every byte, its two elements.
+# The two elements of every byte.
 TABLE = oracle.FORMATS["mxfp4_e2m1"].table.astype(np.float32)
 TABLE = np.concatenate([TABLE, -TABLE])
 PAIRS = np.stack([TABLE[np.arange(256) & 15], TABLE[np.arange(256) >> 4]], -1)

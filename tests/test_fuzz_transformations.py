@@ -77,7 +77,7 @@ def copies(x):
     return [x, 2 * x, -x]
 
 
-# What a transformation makes of a function, and the same by loops.
+# Transformations of a function, and the same by loops.
 INNER = {
     "jit": (jax.jit, lambda f: f),
     "vmap": (

@@ -935,7 +935,7 @@ def launches(name):
     if name.startswith("wgrad"):
         return of_sums(1 if "floats" in name else 128)
     rows = 40 if name == "few rows" else 700
-    # Of those that share copies more stages than lie in shared memory, and tiles than clusters.
+    # Kernels that share copies have more stages than fit at once, and more tiles than clusters.
     shape = n, k = (2048, 1024) if "shared" in name else (136, 256)
     options = {"tile": 256} if "shared" in name else {}
     if name.startswith("fp8"):

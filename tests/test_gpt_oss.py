@@ -19,7 +19,7 @@ from jax_mx.io import reading
 
 P = PartitionSpec
 E, D, INNER = 4, 96, 64
-# Of openai/gpt-oss, gpt_oss/torch/weights.py: what a nibble stands for.
+# A nibble's value, as openai/gpt-oss has it in gpt_oss/torch/weights.py.
 LUT = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 HF, ORIGINAL = gpt_oss.NAMES.items()
 

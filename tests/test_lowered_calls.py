@@ -20,7 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import GOLDEN, covering, lowered_apart, only
+from helpers import (
+    GOLDEN,
+    covering,
+    lowered_apart,
+    only,
+    step,
+)
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
@@ -411,13 +417,13 @@ def program(case: Case) -> tuple[Callable[..., Any], list[Any], Any]:
         run = jax.checkpoint(run, policy=keep)
     if takes_key:
         avals, specs = [*avals, KEY], [*specs[:-1], P(), *specs[-1:]] if specs else []
-    step, outs = run, specs[-1:]
+    lowered, outs = run, specs[-1:]
     if wrt:
-        step = with_gradients(run, wrt)
+        lowered = step(run, wrt)
         result = jax.ShapeDtypeStruct((*avals[0].shape[:-1], columns(call)), avals[0].dtype)
         avals, outs = [*avals, result], [*outs, *(specs[i] for i in wrt if specs)]
     if case.mesh == "one":
-        return step, avals, None
+        return lowered, avals, None
     ins = specs if wrt else specs[:-1]
     axis_type = AxisType.Explicit if case.mesh == "explicit" else AxisType.Auto
     names, sizes = zip(*call.mesh, strict=True)
@@ -426,28 +432,12 @@ def program(case: Case) -> tuple[Callable[..., Any], list[Any], Any]:
     if case.mesh == "shard_map":
         ins, outs = ([only(spec, call.manual) for spec in specs] for specs in (ins, outs))
         out_specs = (*outs,) if wrt else outs[0]
-        step = jax.shard_map(step, mesh=mesh, in_specs=(*ins,), out_specs=out_specs)
+        lowered = jax.shard_map(lowered, mesh=mesh, in_specs=(*ins,), out_specs=out_specs)
     avals = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
         for a, spec in zip(avals, ins, strict=True)
     ]
-    return step, avals, mesh
-
-
-def with_gradients(run: Callable[..., jax.Array], wrt: tuple[int, ...]) -> Callable[..., Any]:
-    """The call and the gradients of these arguments; takes the result's gradient last."""
-
-    def step(*args):
-        *args, dy = args
-
-        def of(*some):
-            replaced = dict(zip(wrt, some, strict=True))
-            return run(*(replaced.get(i, arg) for i, arg in enumerate(args)))
-
-        y, pull = jax.vjp(of, *(args[i] for i in wrt))
-        return (y, *pull(dy))
-
-    return step
+    return lowered, avals, mesh
 
 
 def columns(call: Call) -> int:
@@ -459,18 +449,18 @@ def columns(call: Call) -> int:
 
 def events(case: Case) -> list[str]:
     """The events of the case's lowered program."""
-    step, avals, mesh = program(case)
+    run, avals, mesh = program(case)
     with contextlib.ExitStack() as stack:
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh))
         stack.enter_context(lowered_for(" ".join(ARCHS) if case.arch == BOTH else case.arch))
         if case.arch != BOTH:
-            traced = jax.jit(step).trace(*avals)
+            traced = jax.jit(run).trace(*avals)
             lowered = traced.lower(lowering_platforms=(ARCHS[case.arch],))
             return Walk(lowered.compiler_ir("stablehlo")).events
         platforms = ("cuda", "rocm")
         exported = jax.export.export(
-            jax.jit(step), platforms=platforms, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS
+            jax.jit(run), platforms=platforms, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS
         )(*avals)
     with mlir.make_ir_context():
         module = ir.Module.parse(exported.mlir_module())

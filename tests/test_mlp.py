@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, collectives, quantizings, with_table
+from helpers import (
+    assert_bits_equal,
+    assert_refused,
+    collectives,
+    quantizings,
+    step,
+    with_table,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moe_oracle import Products, rounded
 
@@ -53,13 +60,7 @@ def operands(rows=(40,), dtype=jnp.float32, d=64, i=96, n=72, seed=0):
 
 def with_gradients(f, *args):
     """y and the gradients of all arguments but the last one, which is y's."""
-
-    @jax.jit
-    def both(*args):
-        y, pull = jax.vjp(f, *args[:-1])
-        return y, *pull(args[-1])
-
-    return both(*args)
+    return jax.jit(step(f))(*args)
 
 
 def own(recipe, **options):
@@ -313,7 +314,7 @@ def test_a_pair_of_weights_reads_one_quantized_x():
         for eqn in equations(jax.make_jaxpr(f)(x, *apart(w1), w2).jaxpr)
         if eqn.primitive.name == "mx_quantize_rows"
     ]
-    # Of x, three weights, what lies between, and the gradients of y, of gates and of ups.
+    # The calls quantize x, three weights, the array between, and the gradients of y, gates and ups.
     assert len(calls) == 8 and {eqn.params["plan"].op for eqn in calls} == {"quantize_both"}
     text = str(jax.make_jaxpr(f)(x, *apart(w1), w2))
     assert "64,192" not in text
@@ -438,14 +439,6 @@ def mark(split: Split) -> str:
 def inputs():
     x, w1, w2, *_, dy = operands((SIZE,), d=SIZE, i=SIZE, n=SIZE)
     return tuple(np.asarray(a) for a in (x, w1, w2, dy))
-
-
-def step(f):
-    def call(x, w1, w2, dy):
-        y, pull = jax.vjp(f, x, w1, w2)
-        return (y, *pull(dy))
-
-    return call
 
 
 @functools.cache

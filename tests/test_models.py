@@ -9,7 +9,14 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import assert_bits_equal, mesh_of, normal, on_eight, quantizings
+from helpers import (
+    assert_bits_equal,
+    assert_same,
+    mesh_of,
+    normal,
+    on_eight,
+    quantizings,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -264,11 +271,6 @@ def test_a_second_process_compiles_nothing(tmp_path):
 
 
 # ---- variables ---
-def same(got, want):
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_bits_equal(g, w)
-
-
 def test_variables_are_what_they_hold():
     """Floats and frozen weights, in every product; as jnp takes them."""
     x, w = normal((5, 64)), normal((64, 64), 1)
@@ -286,7 +288,7 @@ def test_variables_are_what_they_hold():
         (jax_mx.quantize, w),
         (jax_mx.dequantize, frozen),
     ):
-        same(call(nnx.Param(array)), call(array))
+        assert_same(call(nnx.Param(array)), call(array))
     layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     gradient = nnx.grad(lambda layer: jax_mx.matmul(x, layer.kernel).sum())(layer)["kernel"]
-    same(gradient[...], jax.grad(lambda w: jax_mx.matmul(x, w).sum())(layer.kernel[...]))
+    assert_same(gradient[...], jax.grad(lambda w: jax_mx.matmul(x, w).sum())(layer.kernel[...]))

@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, on_eight, only, with_table
+from helpers import (
+    assert_bits_equal,
+    assert_refused,
+    on_eight,
+    only,
+    step,
+    with_table,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -79,15 +86,7 @@ def layer(x, experts, weights, w1, w2, b1, b2, **options):
 
 
 def with_gradients(layer=layer, **options):
-    @jax.jit
-    def both(x, experts, weights, w1, w2, b1, b2, dy):
-        def f(x, weights, *parameters):
-            return layer(x, experts, weights, *parameters, **options)
-
-        y, pull = jax.vjp(f, x, weights, w1, w2, b1, b2)
-        return y, *pull(dy)
-
-    return both
+    return jax.jit(step(functools.partial(layer, **options), (0, 2, 3, 4, 5, 6)))
 
 
 def placed(args, mesh, names):
@@ -197,10 +196,7 @@ def moved(name: str) -> tuple[dict[str, int], dict[str, int]]:
     def forward(x, experts, weights, w1, w2):
         return jax_mx.moe(x, experts, weights, w1, w2, **options)
 
-    def both(x, experts, weights, w1, w2, dy):
-        y, pull = jax.vjp(lambda x, *rest: forward(x, experts, *rest), x, weights, w1, w2)
-        return y, pull(dy)
-
+    both = step(forward, (0, 2, 3, 4))
     counts = []
     with jax.set_mesh(mesh):
         for f, arguments in ((forward, args), (both, [*args, args[0]])):

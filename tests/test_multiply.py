@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import (
     assert_bits_equal,
-    assert_same_array,
+    assert_same,
     in_turn,
     lowered_apart,
     normal,
@@ -52,11 +52,6 @@ def composed(x, formats, dequantized, axis=-1, **options):
     return [q.dequantize(jnp.bfloat16) if floats else q for q, floats in pairs]
 
 
-def same(got, want):
-    for g, w in zip(got, want, strict=True):
-        (assert_same_array if isinstance(w, jax_mx.MXArray) else assert_bits_equal)(g, w)
-
-
 WAYS = {
     "last": {"dequantized": (True,)},
     "second": {"dequantized": (True,), "axis": -2},
@@ -74,8 +69,8 @@ def test_floats_are_what_codes_stand_for(way, format):
     options = WAYS[way] | {"formats": (format,) * len(WAYS[way]["dequantized"]), "scaling": "even"}
     want = composed(x, **options)
     f = functools.partial(through_codes, **options)
-    same(f(x), want)
-    same(jax.jit(f)(x), want)
+    assert_same(f(x), want)
+    assert_same(jax.jit(f)(x), want)
     if way != "before both":
         pairs = zip(*map(f, x), strict=True)  # by NumPy: XLA's CPU gives NaNs bits of its own
         mapped = [jax.tree.map(lambda *a: np.stack([*map(np.asarray, a)]), *q) for q in pairs]
@@ -97,7 +92,7 @@ def test_of_what_is_made(source, dequantized):
         options = {"activation": jax_mx.Gated("swiglu", gradient=dy)}
     formats = FORMATS[:1] * len(dequantized)
     want = jax.jit(lambda: composed(x, formats, dequantized, **options))()
-    same(jax.jit(lambda: through_codes(x, formats, dequantized, **options))(), want)
+    assert_same(jax.jit(lambda: through_codes(x, formats, dequantized, **options))(), want)
 
 
 @pytest.mark.sampled(2, 1)
@@ -108,7 +103,9 @@ def test_sharded_floats_lie_as_x_does(axis_type):
     with jax.set_mesh(mesh):
         split = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
         got = jax.jit(lambda x: through_codes(x, FORMATS[:1] * 2, (True, False)))(split)
-    same(jax.tree.map(np.asarray, got), composed(jnp.asarray(x), FORMATS[:1] * 2, (True, False)))
+    assert_same(
+        jax.tree.map(np.asarray, got), composed(jnp.asarray(x), FORMATS[:1] * 2, (True, False))
+    )
     assert got[0].sharding.spec == P("a", "b")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,12 +48,7 @@ FSDP = (P("a"), P("a"), P("a"))
 
 def step(recipe, product=jax_mx.matmul, **options):
     """(x, w, dy) -> y and both gradients."""
-
-    def call(x, w, dy):
-        y, pull = jax.vjp(functools.partial(product, recipe=recipe, **options), x, w)
-        return (y, *pull(dy))
-
-    return call
+    return helpers.step(functools.partial(product, recipe=recipe, **options))
 
 
 @functools.cache
@@ -123,7 +119,7 @@ def test_plans_are_text_and_back(recipe):
 
 
 # ---- what moves, and the values ---
-# What devices have of (x, w, y) and of the gradients, of a recipe; T, K, N = 1024, 512, 256.
+# The specs of (x, w, y) and of the gradients, and a recipe; T, K, N = 1024, 512, 256.
 COLUMNS = (P("a"), P(None, "a"), P("a"))
 CELLS = {
     'rows, wgrad "shard"': (HOPPER, FSDP),

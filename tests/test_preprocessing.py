@@ -207,7 +207,7 @@ def test_hadamard_is_float32_operations(size):
     x = np.concatenate(
         [tiny.view(np.float32), random_bits((300, 128), np.float32), wide.astype(np.float32)]
     )
-    # What a product of the transform's last step has to be around 2^-126.
+    # From this float on, the transform's last product reaches 2^-126.
     least = reference._least(np.float32(size**-0.5))
     x[0] = 0
     x[0, ::64] = (least - np.array([1, 0], np.uint32)).view(np.float32)

@@ -23,7 +23,6 @@ from helpers import (
     preprocessing,
     quantizings,
     random_bits,
-    stand_in,
 )
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -56,7 +55,7 @@ RULES = {  # by the number of operands, of dimensions of a view, and of quantize
     "[i, j, k, w, x, y, z], [i, j, k, z_1, z_2, z_3])",
     ("dequantize", 6, 1): "([i, j, k, l, m, n], [i, j, k, o, p, q])->([i, j, k, r, s, t])",
 }
-# Of floats (8, 256, 384): the view, and how floats, values and scales lie in it, minor to major.
+# For floats (8, 256, 384): the view, and how floats, values and scales lie in it, minor to major.
 VIEWS = {
     "last": ((8, 256, 12, 32), (3, 2, 1, 0), [(3, 2, 1, 0)] * 2),
     "last_transposed": ((8, 256, 12, 32), (3, 2, 1, 0), [(1, 3, 2, 0)] * 2),
@@ -86,15 +85,6 @@ TILED_VIEWS = {
 # Not called variant: what conftest.py records as executed goes by that name.
 every_kind = pytest.mark.parametrize("variant", EVERY, ids=lambda v: v.name)
 each_layout = pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
-
-
-@pytest.fixture
-def all_have_kernels(monkeypatch):
-    """Lowers every variant, to kernels without code: such a program must not run."""
-    monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
-    monkeypatch.setattr(store, "get", stand_in)
-    with lowered_apart("all have kernels"):
-        yield
 
 
 def lies(variant, layout: str) -> tuple[tuple[int, ...], dict[str, list[tuple[int, ...]]]]:
@@ -157,7 +147,7 @@ def test_the_call_names_the_kernel_and_carries_it_where_it_may_leave(variant):
 
 @every_kind
 @each_layout
-@pytest.mark.usefixtures("all_have_kernels")
+@pytest.mark.usefixtures("without_code")
 def test_a_call_is_one_custom_call_on_views(variant, layout):
     if not serves(variant, layout):
         return
@@ -276,7 +266,7 @@ def test_who_puts_values_into_tiles(platform, layout):
     assert text.count(f"stablehlo.custom_call @{store.TARGET}(") == 1
     results = text.partition(f"@{store.TARGET}(")[2].partition(" -> ")[2].partition("\n")[0]
     by_xla = (platform, layout) == ("cuda", "row_major")
-    # Of units that scales' tiles, too, are whole in.
+    # Units hold whole tiles of scales, too.
     tiles = "3x2x1x1x512" if layout == "row_major" else "1x1x3x2x512"
     assert results.startswith(f"(tensor<{'3x2x16x2x16' if by_xla else tiles}xui8>, tensor<")
     assert ("stablehlo.pad" in text) == by_xla  # of layouts.pack
@@ -306,7 +296,7 @@ def test_a_thousand_call_sites_compile_in_a_minute():
 @each_layout
 @pytest.mark.parametrize("tiles", [False, True], ids=["rows", "tiles"])
 @pytest.mark.parametrize("shape", [(64, 96), (2, 64, 96), (2, 3, 64, 96)])
-@pytest.mark.usefixtures("all_have_kernels")
+@pytest.mark.usefixtures("without_code")
 def test_views_are_bitcasts(variant, layout, shape, tiles, monkeypatch):
     """Compiled, not run: no copy and no transpose around the call, alone and inside a program."""
     if not serves(variant, layout) or (tiles and variant not in IN_TILES):

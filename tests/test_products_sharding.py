@@ -20,6 +20,7 @@ from helpers import (
     mesh_of,
     names_in,
     only,
+    step,
     with_table,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -156,16 +157,6 @@ def product(name: str, split: Split, out_sharding=None):
         return dot_general(x, w, numbers, recipe=recipe, out_sharding=out_sharding)
 
     return mx
-
-
-def step(f):
-    """The product and both gradients."""
-
-    def call(x, w, dy):
-        y, pull = jax.vjp(f, x, w)
-        return (y, *pull(dy))
-
-    return call
 
 
 def in_shards(split: Split, f, names):

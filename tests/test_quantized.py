@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_refused, normal
+from helpers import (
+    assert_refused,
+    assert_same,
+    normal,
+)
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -15,11 +19,6 @@ import jax_mx
 X, W = normal((32, 64)), normal((64, 64), 1) / 8
 MESH = jax.sharding.Mesh(jax.devices()[:1], ("d",), axis_types=(AxisType.Auto,))
 SCALE = 1.5
-
-
-def assert_same(got, want):
-    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
 
 
 own_vjp = jax.custom_vjp(lambda dot, x, w, n: dot(x, w), nondiff_argnums=(0,))

@@ -15,7 +15,7 @@ from conftest import arch_here
 from helpers import (
     assert_bits_equal,
     assert_refused,
-    assert_same_array,
+    assert_same,
     call,
     call_attributes_in,
     for_any_address,
@@ -68,12 +68,6 @@ def gathered(x, rows) -> np.ndarray:
     return result
 
 
-def same(got, want, label="") -> None:
-    got, want = ([*r] if isinstance(r, tuple | list) else [r] for r in (got, want))
-    for g, w in zip(got, want, strict=True):
-        (assert_same_array if isinstance(w, jax_mx.MXArray) else assert_bits_equal)(g, w, label)
-
-
 # ---- what it gives ---
 KEY = jax_mx.Stochastic(np.array([0, 7], np.uint32), 0.75)
 SIGNS = np.arange(64) % 3 == 0
@@ -105,7 +99,7 @@ CALLS = {
 def test_it_is_quantizing_what_numpy_gathers(name, dtype):
     op, options = CALLS[name]
     x, rows = random_bits((45, 320), dtype), numbers(192, 45)
-    same(op(x, rows=rows, **options), op(gathered(x, rows), **options), name)
+    assert_same(op(x, rows=rows, **options), op(gathered(x, rows), **options), name)
 
 
 def test_nothing_of_a_row_reaches_others():
@@ -122,8 +116,8 @@ def test_nothing_of_a_row_reaches_others():
 def test_no_rows(op):
     """An x without rows gives zeros; no numbers give nothing."""
     x, rows = random_bits((9, 64), "bfloat16"), numbers(64, 9)
-    same(op(x[:0], rows=rows), op(np.zeros((64, 64), x.dtype)))
-    same(op(x, rows=rows[:0]), op(x[:0]))
+    assert_same(op(x[:0], rows=rows), op(np.zeros((64, 64), x.dtype)))
+    assert_same(op(x, rows=rows[:0]), op(x[:0]))
 
 
 def test_what_is_refused():
@@ -223,7 +217,7 @@ def test_shards(axis_type):
                 jax.device_put(rows, NamedSharding(mesh, of_rows)),
             )
             got = jax.jit(lambda x, r: jax_mx.quantize_both(x, rows=r))(*args)
-        same(got, want, f"{spec} {of_rows}")
+        assert_same(got, want, f"{spec} {of_rows}")
         if axis_type is AxisType.Explicit:
             split = (*of_rows, None)[0], (*spec, None, None)[1]
             assert jax.typeof(got[0].values).sharding.spec == P(*split)
@@ -267,9 +261,9 @@ def test_under_transformations():
     x, rows = random_bits((40, 96), "bfloat16"), numbers(128, 40).reshape(2, 64)
     want = jax_mx.quantize(gathered(x, rows.ravel()).reshape(2, 64, 96))
     run = lambda x, r: jax_mx.quantize(x, rows=r)  # noqa: E731
-    same(jax.vmap(run, (None, 0))(x, rows), want)
-    same(jax.vmap(run, (0, 0))(jnp.stack([x, x]), rows), want)
-    same(jax.jit(lambda x, r: jax.lax.map(lambda r: run(x, r), r))(x, rows), want)
+    assert_same(jax.vmap(run, (None, 0))(x, rows), want)
+    assert_same(jax.vmap(run, (0, 0))(jnp.stack([x, x]), rows), want)
+    assert_same(jax.jit(lambda x, r: jax.lax.map(lambda r: run(x, r), r))(x, rows), want)
     with pytest.raises(NotImplementedError, match="quantize: codes have no derivative"):
         jax.jvp(lambda x: run(x, rows[0]).scales, (jnp.asarray(x),), (jnp.asarray(x),))
 
@@ -280,7 +274,9 @@ def check(variant, x, rows, **options):
     op, reference = (call(variant, by, **options) for by in (variant.implementation, "xla"))
     want = jax.block_until_ready(jax.jit(reference)(gathered(x, rows)))
     poison_memory()
-    same(jax.jit(lambda x, r: op(x, rows=r))(x, rows), want, f"{x.shape} {rows.shape} {options}")
+    assert_same(
+        jax.jit(lambda x, r: op(x, rows=r))(x, rows), want, f"{x.shape} {rows.shape} {options}"
+    )
 
 
 SHAPES = {  # T, R, K: of either axis's blocks whole ones
@@ -325,7 +321,7 @@ def test_what_lies_at_any_element(op):
     rows = numbers(96, 64)
     want = op(gathered(flat[1:4097].reshape(64, 64), rows))
     before = _ffi.counters()["fallback_entries"]
-    same(jax.jit(lambda v: op(v[1:4097].reshape(64, 64), rows=rows))(flat), want)
+    assert_same(jax.jit(lambda v: op(v[1:4097].reshape(64, 64), rows=rows))(flat), want)
     assert _ffi.counters()["fallback_entries"] == before + 1
 
 
@@ -399,7 +395,7 @@ def test_rows_of_codes(name):
     _, options = CALLS[name]
     rows, q = numbers(192, 45), codes(45, 320, "mxfp8_e4m3")
     want = jax_mx.quantize(gathered(q.dequantize(), rows), **options)
-    same(requantize(q, rows=rows, **options), want, name)
+    assert_same(requantize(q, rows=rows, **options), want, name)
 
 
 @pytest.mark.parametrize("name", ["second transposed", "last, tiles"])
@@ -415,9 +411,11 @@ def test_rows_of_codes_that_no_kernel_reads(name):
         codes(0, 320, "mxfp8_e5m2"),
     ):
         none = requantize(q, rows=rows[:0], **options)
-        same(none, op(gathered(q.dequantize(), rows[:0]), **options), name)
+        assert_same(none, op(gathered(q.dequantize(), rows[:0]), **options), name)
         want = gathered(q.dequantize(), rows)
-        same(jax.jit(lambda q: requantize(q, rows=rows, **options))(q), op(want, **options), name)
+        assert_same(
+            jax.jit(lambda q: requantize(q, rows=rows, **options))(q), op(want, **options), name
+        )
 
 
 @pytest.mark.usefixtures("without_code")
@@ -437,7 +435,7 @@ def test_rows_of_codes_are_one_call():
     both = jnp.stack([rows, rows[::-1]])
     run = lambda q, rows: requantize(q, rows=rows, axis=-2, transpose=True)  # noqa: E731
     got = jax.vmap(run, (None, 0))(q, both)
-    same(got[1], run(q, rows[::-1]))
+    assert_same(got[1], run(q, rows[::-1]))
     with pytest.raises(TypeError, match="rows must be an int32 array"):
         requantize(q, rows=[1, 2])
     with pytest.raises(TypeError, match="x is an MXArray in mxfp8_e4m3 already"):
@@ -456,7 +454,7 @@ def test_every_kernel_of_codes(variant):
         want = jax.jit(functools.partial(plain, **options))(gathered(q.dequantize(), rows))
         poison_memory()
         got = jax.jit(lambda q, r: op(q, rows=r, **options))(q, rows)
-        same(got, want, f"{count} {length} {options}")
+        assert_same(got, want, f"{count} {length} {options}")
 
     shapes = [(40, 32, 32), (33, 160, 288), (100, 96, 64), (9, 544, 4128), (512, 512, 512)]
     for i, shape in enumerate(shapes):
@@ -476,4 +474,4 @@ def test_every_kernel_of_codes(variant):
     )
     rows = jnp.arange(count - 64, count, dtype=jnp.int32)
     q = jax_mx.MXArray(values, scales, FORMATS[variant.source.format], -1, ROW_MAJOR)
-    same(jax.jit(lambda q, r: op(q, rows=r))(q, rows), plain(q[-64:].dequantize()))
+    assert_same(jax.jit(lambda q, r: op(q, rows=r))(q, rows), plain(q[-64:].dequantize()))

@@ -132,7 +132,7 @@ ROWS = [
     if layout == "row_major" or (op.tiled if layout == "blocked_128x4" else name in FEW)
 ]
 
-# What e, m and k are split over.
+# The mesh axes that e, m and k are split over.
 SPECS = {
     "nothing": P(None, None, None),
     "e over 2, m over 4: experts, data": P("expert", "data", None),
@@ -246,14 +246,14 @@ def check(name: str, layout: str, mode: str, spec, devices) -> None:
     assert largest(text) <= math.prod(SHAPE.values()) // shards, text
     for g, axes in zip(got, OPS[name].axes(layout)[1], strict=True):
         assert g.sharding.is_equivalent_to(NamedSharding(mesh, arranged(spec, axes)), g.ndim)
-    # Of axis -3 the call itself, and tiles of scales, turn the array (`OPS`, `quantize`); XLA
-    # puts what NVIDIA's kernels write into tiles of values.
+    # The call itself and tiles of scales turn an array of axis -3 (`OPS`, `quantize`). XLA puts
+    # the output of NVIDIA's kernels into tiles of values.
     moves = name == "quantize, axis -3" or "shuffled values" in name
     if devices[0].platform != "cpu" and store.TARGET in text and not moves:
         assert not re.findall(r"= \S+ (?:copy|transpose)\(", text), text
 
 
-# What computes: the reference on simulated devices, AMD's kernels emulated there, or GPUs.
+# The reference computes on simulated devices, or AMD's kernels emulated there, or GPUs.
 COMPUTERS = ("reference", "gfx950", pytest.param("gpu", marks=pytest.mark.gpu))
 
 

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_refused, assert_same_array, call_attributes_in, lowered_apart, stand_in
+from helpers import (
+    assert_refused,
+    assert_same,
+    call_attributes_in,
+    lowered_apart,
+    stand_in,
+)
 from helpers import random_bits as bits
 
 import jax_mx
@@ -89,11 +95,6 @@ def test_a_toy_source_is_traced_and_computed(op, doubled):
         assert float(factors[0]) == float(total[0]) == 95 * 48
     mapped = jax.vmap(lambda x: op(x, activation=source))(jnp.stack([x, x[::-1]]))
     assert_same(jax.tree.map(lambda a: a[1], mapped[:-1]), op(floats[::-1]))
-
-
-def assert_same(got, want):
-    for g, w in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
-        assert_same_array(g, w)
 
 
 def lowered(source: Of, platform: str) -> str:

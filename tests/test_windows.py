@@ -167,7 +167,7 @@ def test_align_is_its_definition(format, window):
     assert_bits_equal(bytes_of(got.scales)[..., 0], scales)
     assert_bits_equal(unpacked(got), codes)
     assert_same_array(jax_mx.align(got, window), got)
-    # Of blocks along the other axis: the same of the transposed array.
+    # Blocks along the other axis give the same for the transposed array.
     turned = dataclasses.replace(
         q,
         values=jax_mx.quantize(np.zeros((352, 160), np.float32), format, axis=-2).values * 0,

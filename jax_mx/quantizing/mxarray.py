@@ -498,7 +498,7 @@ class MXArray:
             return function(abstract, *args[1:], **{k: v for k, v in kwargs.items() if k != "a"})
         raise TypeError(f"np.{function.__name__}: {_NO_ARRAY}")
 
-    # What Python would answer by itself looks at the object, not at its numbers.
+    # Python's own answer would look at the object, not at its numbers.
     def __contains__(self, item: object) -> bool:
         raise TypeError(f"in: {_NO_ARRAY}; ask what .dequantize() holds")
 

@@ -59,7 +59,7 @@ class Options:
         return cls(formats, transpose=transpose, value_layouts=pairs[0], preprocessing=pairs[1])
 
 
-# What the public functions made of their arguments before: eager calls come again and again.
+# Plans of earlier calls: eager calls come again and again.
 _plans: dict[Any, Plan] = {}
 _MOST = 4096
 

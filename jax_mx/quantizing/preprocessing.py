@@ -127,7 +127,7 @@ class Hadamard(Value):
         return cls(size, jax.random.bits(key, (size,), jnp.uint32) < np.uint32(1 << 31))
 
 
-# What of a call's preprocessing is data: a key of `jax.random`, and signs that are a JAX array.
+# The data of a call's preprocessing: a key of `jax.random`, and signs that are a JAX array.
 Data = tuple[jax.Array | None, jax.Array | None]
 
 

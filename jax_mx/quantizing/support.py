@@ -138,7 +138,7 @@ def is_supported(
     return bool(served), str(served)
 
 
-# What `is_supported` takes in words beside a source.
+# `is_supported` takes these flags, or a source.
 _WORDS = ("rows", "norm", "interleaved", "up", "gradient", "floats")
 
 
