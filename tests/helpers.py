@@ -630,6 +630,19 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
+def on_two(code: str, *args: str, devices: int = 4, platform: str = "cpu") -> None:
+    """Code has no error in two processes of jax.distributed; `me` is the number of one."""
+    start = """
+        me = int(sys.argv[1])
+        ids = {"local_device_ids": [me]} if GPU else {}
+        jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, me, **ids)
+    """
+    start = textwrap.dedent(start).replace("GPU", str(platform == "gpu"))
+    code = start + textwrap.dedent(code) + '\nprint("right")'
+    out = on_eight(code, free_port(), *args, processes=2, devices=devices, platform=platform)
+    assert [output.splitlines()[-1] for output in out] == ["right"] * 2  # Gloo talks, too
+
+
 def cached_in(folder: str) -> list[str]:
     """Turns JAX's persistent cache on, for all programs; JAX's events from now on."""
     jax.config.update("jax_compilation_cache_dir", folder)

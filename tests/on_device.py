@@ -2,12 +2,7 @@
 
 import jax
 from conftest import arch_here
-from helpers import (
-    assert_same,
-    call,
-    operand,
-    poison_memory,
-)
+from helpers import assert_same, call, operand, poison_memory
 
 from jax_mx.launch.chips import ARCHS
 from jax_mx.shipping.shipped import SHIPPED

@@ -10,15 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_equal, of, on_hopper
-from helpers import (
-    MADE,
-    amaxes,
-    assert_bits_equal,
-    call,
-    lowered_apart,
-    poison_memory,
-    stand_in,
-)
+from helpers import MADE, amaxes, assert_bits_equal, call, lowered_apart, poison_memory, stand_in
 from on_device import HERE
 
 import jax_mx

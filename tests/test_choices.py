@@ -12,7 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, in_processes
+from helpers import (
+    assert_bits_equal,
+    assert_refused,
+    free_port,
+    in_processes,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -771,12 +776,7 @@ except Exception as error:
 
 
 def test_processes_with_different_timings_lower_the_same():
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    both = in_processes(2, PROGRAM, str(port), env={**os.environ, "XLA_FLAGS": ""})
+    both = in_processes(2, PROGRAM, free_port(), env={**os.environ, "XLA_FLAGS": ""})
     outs = [out for _, out, _ in both]
     told = ("RESULT", "ERROR ")
     lines = [[line.split() for line in out.splitlines() if line[:6] in told] for out in outs]

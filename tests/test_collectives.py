@@ -16,9 +16,8 @@ from helpers import (
     assert_refused,
     assert_same_array,
     collectives,
-    free_port,
     mesh_of,
-    on_eight,
+    on_two,
     random_bits,
     step,
     with_table,
@@ -596,9 +595,6 @@ def test_two_processes(tmp_path):
     """jax.distributed, four CPU devices each: the bytes of one device, and bytes that move."""
     code = """
         from helpers import assert_bits_equal, collectives, random_bits
-
-        me, port = int(sys.argv[1]), sys.argv[2]
-        jax.distributed.initialize(f"localhost:{port}", 2, me)
         mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
         whole = random_bits((256, 256), "bfloat16")
         make = lambda spec: jax.make_array_from_callback(
@@ -633,10 +629,8 @@ def test_two_processes(tmp_path):
         if me == 0:
             jax_mx.save_safetensors(tensors, path)
             assert_bits_equal(jax_mx.load_safetensors(path)["q"].values, np.asarray(q.values))
-        print("right")
     """
-    out = on_eight(code, free_port(), str(tmp_path / "file"), processes=2, devices=4)
-    assert [output.splitlines()[-1] for output in out] == ["right"] * 2  # Gloo talks, too
+    on_two(code, str(tmp_path / "file"))
 
 
 if __name__ == "__main__":

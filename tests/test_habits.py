@@ -277,9 +277,7 @@ def test_the_path_of_a_product():
     x, w = jnp.ones((3, 64, 96), jnp.bfloat16), jnp.ones((96, 64), jnp.bfloat16)
     with lowered_apart(), followed(PATHED) as modules:
         jax.jit(_loss(jax_mx.matmul, x, w)).trace(x, w).lower(lowering_platforms=("cpu",))
-    ours = [
-        name for name in modules if name.startswith("products/") or name == "quantizing/calling"
-    ]
+    ours = [m for m in modules if m.startswith("products/") or m == "quantizing/calling"]
     assert [*dict.fromkeys(ours)] == said
 
 

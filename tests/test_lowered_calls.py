@@ -20,13 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import (
-    GOLDEN,
-    covering,
-    lowered_apart,
-    only,
-    step,
-)
+from helpers import GOLDEN, covering, lowered_apart, only, step
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding

@@ -12,14 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    assert_bits_equal,
-    assert_refused,
-    collectives,
-    quantizings,
-    step,
-    with_table,
-)
+from helpers import assert_bits_equal, assert_refused, collectives, quantizings, step, with_table
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moe_oracle import Products, rounded
 

@@ -9,14 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import (
-    assert_bits_equal,
-    assert_same,
-    mesh_of,
-    normal,
-    on_eight,
-    quantizings,
-)
+from helpers import assert_bits_equal, assert_same, mesh_of, normal, on_eight, quantizings
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx

@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-import socket
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from helpers import (
     assert_bits_equal,
     assert_refused,
-    on_eight,
+    on_two,
     only,
     step,
     with_table,
@@ -316,9 +315,8 @@ def test_weights_that_fsdp_splits(way):
     with jax.set_mesh(mesh):
         placed_args = placed(args, mesh, ("data", "expert"))
         for i in (3, 4):
-            placed_args[i] = jax.device_put(
-                placed_args[i], NamedSharding(mesh, P("expert", "data"))
-            )
+            sharding = NamedSharding(mesh, P("expert", "data"))
+            placed_args[i] = jax.device_put(placed_args[i], sharding)
         got = jax.jit(f)(*placed_args)
     for a, b in zip(got, want, strict=True):
         far = np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(b))
@@ -517,9 +515,6 @@ def test_two_processes():
     code = """
         from helpers import assert_bits_equal
         from test_moe_sharding import operands, with_gradients
-
-        me, port = int(sys.argv[1]), sys.argv[2]
-        jax.distributed.initialize(f"localhost:{port}", 2, me)
         args = operands()
         with jax.default_device(jax.local_devices()[0]):
             want = with_gradients()(*args)
@@ -537,13 +532,8 @@ def test_two_processes():
                         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
                     else:
                         assert_bits_equal(a, b, f"{way}, result {i}")
-        print("right")
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    out = on_eight(code, str(port), processes=2, devices=1)
-    assert [output.splitlines()[-1] for output in out] == ["right"] * 2
+    on_two(code, devices=1)
 
 
 def test_messages():

@@ -103,9 +103,8 @@ def test_sharded_floats_lie_as_x_does(axis_type):
     with jax.set_mesh(mesh):
         split = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
         got = jax.jit(lambda x: through_codes(x, FORMATS[:1] * 2, (True, False)))(split)
-    assert_same(
-        jax.tree.map(np.asarray, got), composed(jnp.asarray(x), FORMATS[:1] * 2, (True, False))
-    )
+    want = composed(jnp.asarray(x), FORMATS[:1] * 2, (True, False))
+    assert_same(jax.tree.map(np.asarray, got), want)
     assert got[0].sharding.spec == P("a", "b")
 
 

@@ -231,9 +231,8 @@ def test_tiles_are_arrays_as_they_lie(variant, layout, format, monkeypatch):
     """The arrays lie as the kernel's results do: with values in tiles and in rows."""
     if not serves(variant, layout):
         return
-    of_format = dataclasses.replace(
-        variant, formats=(formats.FORMATS[format],) * len(variant.formats)
-    )
+    same_format = (formats.FORMATS[format],) * len(variant.formats)
+    of_format = dataclasses.replace(variant, formats=same_format)
     _, call = with_tiles(of_format, scale_layout=layout)
     real, seen = quantizers.quantize_p, []
 

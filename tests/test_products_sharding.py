@@ -340,12 +340,10 @@ def test_scaled_dot_on_explicit_meshes(mesh, left, right, out):
     x, w, _ = inputs(((256, 128), (128, 128), (256, 128)), True)
     x, w = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, left), (w, right)))
     numbers = (((1,), (0,)), ((), ()))
+    scaled = functools.partial(dot_general, implementation="scaled_dot")
     steps = [
-        jax.jit(step(functools.partial(f, dimension_numbers=numbers, out_sharding=out, **options)))
-        for f, options in (
-            (dot_general, {"implementation": "scaled_dot"}),
-            (jax.lax.dot_general, {}),
-        )
+        jax.jit(step(functools.partial(f, dimension_numbers=numbers, out_sharding=out)))
+        for f in (scaled, jax.lax.dot_general)
     ]
     dy = jax.lax.dot_general(x, w, numbers, out_sharding=out)
     for got, want in zip(*(f(x, w, dy // 8) for f in steps), strict=True):

@@ -6,11 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    assert_refused,
-    assert_same,
-    normal,
-)
+from helpers import assert_refused, assert_same, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 

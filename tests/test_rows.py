@@ -274,9 +274,8 @@ def check(variant, x, rows, **options):
     op, reference = (call(variant, by, **options) for by in (variant.implementation, "xla"))
     want = jax.block_until_ready(jax.jit(reference)(gathered(x, rows)))
     poison_memory()
-    assert_same(
-        jax.jit(lambda x, r: op(x, rows=r))(x, rows), want, f"{x.shape} {rows.shape} {options}"
-    )
+    got = jax.jit(lambda x, r: op(x, rows=r))(x, rows)
+    assert_same(got, want, f"{x.shape} {rows.shape} {options}")
 
 
 SHAPES = {  # T, R, K: of either axis's blocks whole ones
@@ -413,9 +412,8 @@ def test_rows_of_codes_that_no_kernel_reads(name):
         none = requantize(q, rows=rows[:0], **options)
         assert_same(none, op(gathered(q.dequantize(), rows[:0]), **options), name)
         want = gathered(q.dequantize(), rows)
-        assert_same(
-            jax.jit(lambda q: requantize(q, rows=rows, **options))(q), op(want, **options), name
-        )
+        got = jax.jit(lambda q: requantize(q, rows=rows, **options))(q)
+        assert_same(got, op(want, **options), name)
 
 
 @pytest.mark.usefixtures("without_code")

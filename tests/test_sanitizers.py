@@ -14,17 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import arch_here
-from helpers import (
-    MADE,
-    TILES,
-    amaxes,
-    by_kernel,
-    bytes_of,
-    fitting,
-    in_tiles,
-    op_of,
-    random_bits,
-)
+from helpers import MADE, TILES, amaxes, by_kernel, bytes_of, fitting, in_tiles, op_of, random_bits
 
 import jax_mx
 from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3, SCALE_DTYPE

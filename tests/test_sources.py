@@ -9,13 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    assert_refused,
-    assert_same,
-    call_attributes_in,
-    lowered_apart,
-    stand_in,
-)
+from helpers import assert_refused, assert_same, call_attributes_in, lowered_apart, stand_in
 from helpers import random_bits as bits
 
 import jax_mx
