@@ -298,11 +298,11 @@ class Slots(Moves):
     keeps_activation: ClassVar[bool] = False
 
     def enter(
-        self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+        self, inputs: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
     ) -> tuple[Any, SlotPlace]:
         """See `Moves`."""
-        tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False), moves=True)
-        rows, (experts, weights) = routing.tokens(tokens), routing.choices(given.weights)
+        tokens = Unquantized(inputs.x, recipe, name="lhs", wanted=(True, False), moves=True)
+        rows, (experts, weights) = routing.tokens(tokens), routing.choices(inputs.weights)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots
         groups = Groups.from_experts(experts, routing.local, align=align, most=routing.most)
         return rows, SlotPlace(groups, groups.of_slots(weights), routing)
@@ -367,18 +367,18 @@ class Slots(Moves):
         return (y.astype(jnp.float32) + rows).astype(product.dtype)
 
     def leave(
-        self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
+        self, product: Static, y: jax.Array, inputs: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """See `Moves`; the backward pass needs b_down and the routing."""
         y, saved = routing.back(place.groups.combined(y)), None
-        if given.b_second is not None:  # of this shard's tokens and all experts
-            bias = wires.gathered(self.axis, given.b_second).astype(jnp.float32)
+        if inputs.b_second is not None:  # of this shard's tokens and all experts
+            bias = wires.gathered(self.axis, inputs.b_second).astype(jnp.float32)
             rows = reference.rows_of(bias, routing.experts)
-            rows = rows * given.weights.astype(jnp.float32)[:, :, None]
+            rows = rows * inputs.weights.astype(jnp.float32)[:, :, None]
             is_one = _is_one(routing.experts, bias.shape[0])[:, :, None]
             rows = jnp.where(is_one, rows, 0).sum(1)
             y = y + wires.on_first_shard(self.tensor, rows).astype(y.dtype)
-            saved = bias, routing.experts, given.weights
+            saved = bias, routing.experts, inputs.weights
         return wires.summed_shards(self.tensor, y), saved
 
     @property
@@ -409,8 +409,8 @@ class Slots(Moves):
         ((bias,), (sums,)) = sides.b_first, back.sums
         if bias is not None:
             db1 = _by_expert(sums, groups).astype(bias.dtype)
-        if kept.beside is not None:
-            bias, experts, weights = kept.beside
+        if kept.extras is not None:
+            bias, experts, weights = kept.extras
             dy, is_one = back.dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
             db2 = _sums(*_shares(experts, weights, bias.shape[0]), dy)
             db2 = wires.on_first_shard(self.tensor, db2)

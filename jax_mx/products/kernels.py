@@ -73,13 +73,13 @@ def support(contraction: Contraction, chips: Sequence[str], *, tile: int | None 
     plan = plan_of(contraction, tile)
     if isinstance(plan, Served):
         return plan
-    found, name = registry.IMPLEMENTATIONS[NAME].support(plan, chips), name_of(tile)
-    if found.refusal:
+    served, name = registry.IMPLEMENTATIONS[NAME].support(plan, chips), name_of(tile)
+    if served.refusal:
         instead = "'dequantize' serves it"
-        refusal = dataclasses.replace(found.refusal, call=contraction.name, instead=instead)
+        refusal = dataclasses.replace(served.refusal, call=contraction.name, instead=instead)
         return Served(name, refusal=refusal)
     plan = dataclasses.replace(plan, implementation=NAME)  # which never falls back in silence
-    return Served(name, found.kernels, plan=plan, reads_floats=plan.op in ("matmul", "wgrad"))
+    return Served(name, served.kernels, plan=plan, reads_floats=plan.op in ("matmul", "wgrad"))
 
 
 def plan_of(contraction: Contraction, tile: int | None) -> ProductPlan | Served:
@@ -145,7 +145,7 @@ def _sums_plan(name: str, contraction: Contraction, tile: int | None) -> Product
             return kernel_plans.wgrad_plan_of((x.format, w.format), dtype, window)
     dtypes = {np.dtype(jnp.bfloat16) if isinstance(a, MXArray) else a.dtype for a in (x, w)}
     if len(dtypes) > 1 or not dtypes <= {*kernel_plans.FLOATS}:
-        names = " and ".join(sorted(each.name for each in dtypes))
+        names = " and ".join(sorted(dtype.name for dtype in dtypes))
         why = f"sums over groups of one dtype, bfloat16 (also for MX) or float16, not {names}"
         return refused(name, contraction, why)
     return kernel_plans.floats_plan_of(dtypes.pop(), dtype)

@@ -257,8 +257,8 @@ class Unquantized:
         wanted: tuple[bool, bool] = (True, True),
     ) -> Unquantized:
         """The operand of a dense product, of floats as its caller has them."""
-        how: dict[str, Any] = {"axis": side.axis, "wanted": wanted, "pads": side.pads}
-        return cls(side.arranged(x), recipe, name=name, **how)
+        options: dict[str, Any] = {"axis": side.axis, "wanted": wanted, "pads": side.pads}
+        return cls(side.arranged(x), recipe, name=name, **options)
 
     @property
     def uses(self) -> tuple[Use | None, Use | None]:
@@ -404,8 +404,8 @@ class Unquantized:
     def _made(self, x: jax.Array) -> jax.Array:
         """The floats that `quantize` would make of x."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
-        own = self.activation.gated if self.has_sums else self.activation
-        return x if own is None else made("quantize", x, own)
+        activation = self.activation.gated if self.has_sums else self.activation
+        return x if activation is None else made("quantize", x, activation)
 
     def _floats(self, x: jax.Array) -> jax.Array:
         """The floats that `quantize` would take, in bfloat16 unless the recipe leaves floats."""
@@ -432,14 +432,14 @@ class Unquantized:
         coded = [use is not None and use.format is not None for use in uses]
         windows = [use.window for use in self.recipe.uses(self.name)]
         sides = (self.axis, -3 - self.axis), _AXES[self.name], uses, coded, windows
-        for at, what, use, is_coded, window in zip(*sides, strict=True):
+        for at, noun, use, is_coded, window in zip(*sides, strict=True):
             names, shards = shards_of(self.x, at)
             turn = use.hadamard.size if use is not None and use.hadamard is not None else 1
             unit = math.lcm(max(lengths_of(window)), turn)
             lies = is_coded or self.pads[at] or (square and any(coded))
             if lies and shards > 1 and self.x.shape[at] % (shards * unit):
                 raise private.ShardingTypeError(
-                    f"products: the {self.x.shape[at]} {what} of {self.name} are split over "
+                    f"products: the {self.x.shape[at]} {noun} of {self.name} are split over "
                     f"{' x '.join(names)} in {shards} shards of {self.x.shape[at] / shards:g}, "
                     f"which {unit} does not divide, so that blocks would not stay whole; gather "
                     "them with jax.sharding.reshard"
@@ -464,8 +464,8 @@ class Moved(Unquantized):
         assert self.rows is not None
         if any(as_floats):  # quantized again along its elements, an array is the same floats
             names = ("name", "wanted", "frozen", "number")
-            how: dict[str, Any] = {name: getattr(self, name) for name in names}
-            floats = Unquantized(floats_of(self.x), self.recipe, self.rows, **how)
+            options: dict[str, Any] = {name: getattr(self, name) for name in names}
+            floats = Unquantized(floats_of(self.x), self.recipe, self.rows, **options)
             return floats.forms(as_floats)
         forms: dict[int, ProductOperand] = {}
         for number, use, axis, _ in self._parts(as_floats):
