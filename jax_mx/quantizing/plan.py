@@ -278,7 +278,7 @@ class ProductPlan:
     source: Source = X
     tiled: tuple[bool, bool, bool, bool] = (False, False, False, False)
     parts: int = 1
-    # The lowering asks any plan for these:
+    # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
     view: ClassVar[None] = None
