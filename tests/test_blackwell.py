@@ -100,11 +100,13 @@ def test_dense_products_are_exact(pair, shape):
 @executed
 @pytest.mark.thorough
 @pytest.mark.parametrize("m", range(1, 301))
-def test_every_number_of_dense_rows(m):
-    """And of columns; formats take turns."""
-    pair = PAIRS[m % len(PAIRS)]
-    x, w = integers(rng(), (m, 160), pair[0]), integers(rng(1), (301 - m, 160), pair[1])
-    assert_equal(multiplied(numbers(), tiled(x), tiled(w)), wanted(x, w), f"{m} rows")
+@pytest.mark.parametrize(("sizes", "k"), [(None, 160), ([128, 0, 256], 416)], ids=["dense", "sums"])
+def test_every_number_of_rows_and_columns(sizes, k, m):
+    """A product's, and those of a weight's gradient; formats take turns."""
+    pair, contraction = PAIRS[m % len(PAIRS)], OF_SUMS if sizes else numbers()
+    x, w = integers(rng(), (m, k), pair[0]), integers(rng(1), (301 - m, k), pair[1])
+    y = multiplied(contraction, tiled(x), tiled(w), sizes)
+    assert_equal(y, wanted(x, w, sizes, sums=bool(sizes)), f"{m} rows")
 
 
 @executed
@@ -156,17 +158,6 @@ def test_every_number_of_rows_that_have_a_group(m):
     sizes = [m // 3, m - m // 3]
     y = multiplied(OF_ROWS, tiled(x), tiled(w), sizes)
     assert_equal(y, wanted(x, w, sizes), f"{m} rows")
-
-
-@executed
-@pytest.mark.thorough
-@pytest.mark.parametrize("m", range(1, 301))
-def test_every_number_of_rows_of_a_gradient(m):
-    """And of columns, of a weight's; formats take turns."""
-    pair, sizes = PAIRS[m % len(PAIRS)], [128, 0, 256]
-    x, w = integers(rng(), (m, 416), pair[0]), integers(rng(1), (301 - m, 416), pair[1])
-    y = multiplied(OF_SUMS, tiled(x), tiled(w), sizes)
-    assert_equal(y, wanted(x, w, sizes, sums=True), f"{m} rows")
 
 
 @executed

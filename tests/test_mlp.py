@@ -122,6 +122,15 @@ def test_equals_the_formula(recipe, residuals):
         assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(b), name
 
 
+def assert_right(got, want, residuals) -> None:
+    """Bit for bit; but for the order in which the float32 gradient of a bias is summed."""
+    for name, a, b in zip(ARRAYS, got, want, strict=True):
+        if name == "b_gate_up" and residuals != "mx":
+            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2)
+        elif residuals != "mx" or name in ("y", "w_down", "b_down"):
+            assert_bits_equal(a, b, name)
+
+
 @pytest.mark.parametrize(
     ("recipe", "rows", "dtype", "residuals"),
     [
@@ -135,15 +144,10 @@ def test_equals_the_formula(recipe, residuals):
     ],
 )
 def test_is_the_three_functions(recipe, rows, dtype, residuals):
-    """Bit for bit; but for the order in which the float32 gradient of a bias is summed."""
     args = operands(rows, dtype, n=40)
     want = with_gradients(three_functions(RECIPES[recipe]), *args)
     got = with_gradients(own(RECIPES[recipe], residuals=residuals), *args)
-    for name, a, b in zip(ARRAYS, got, want, strict=True):
-        if name == "b_gate_up" and residuals != "mx":
-            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2)
-        elif residuals != "mx" or name in ("y", "w_down", "b_down"):
-            assert_bits_equal(a, b, name)
+    assert_right(got, want, residuals)
 
 
 @pytest.mark.thorough
@@ -257,15 +261,11 @@ def by_matmuls(x, w_gate_up, w_down, b_gate_up, b_down, recipe):
     ],
 )
 def test_a_pair_of_weights_is_three_matmuls(recipe, rows, dtype, residuals):
-    """Bit for bit, the gradient of x in its dtype too; but for the order of a bias' sums."""
+    """The gradient of x is right in its dtype too."""
     args, recipe = operands(rows, dtype, n=40), RECIPES[recipe]
     want = with_gradients(of_pair(functools.partial(by_matmuls, recipe=recipe)), *args)
     got = with_gradients(of_pair(mlp, recipe=recipe, residuals=residuals), *args)
-    for name, a, b in zip(ARRAYS, got, want, strict=True):
-        if name == "b_gate_up" and residuals != "mx":
-            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2)
-        elif residuals != "mx" or name in ("y", "w_down", "b_down"):
-            assert_bits_equal(a, b, name)
+    assert_right(got, want, residuals)
 
 
 @pytest.mark.sampled(2)
