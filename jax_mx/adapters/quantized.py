@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -407,14 +408,11 @@ def _with_derivative(
     def forward(*args: Any) -> Any:
         def of_floats(*some: Any) -> Any:
             leaves = iter(some)
-            whole = [
-                next(leaves) if is_float else x for is_float, x in zip(floats, args, strict=True)
-            ]
+            pairs = zip(floats, args, strict=True)
+            whole = [next(leaves) if is_float else x for is_float, x in pairs]
             return tuple(_bound(equation, whole))
 
-        return jax.vjp(
-            of_floats, *(x for is_float, x in zip(floats, args, strict=True) if is_float)
-        )
+        return jax.vjp(of_floats, *itertools.compress(args, floats))
 
     def backward(pull: Any, dy: Any) -> Any:
         leaves = iter(rewrite.applied(lambda pull, dy: pull(dy), scope, pull, dy))

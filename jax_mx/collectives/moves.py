@@ -262,14 +262,14 @@ def _beside(axis: int, new: int) -> int:
 def _unit(q: MXArray, axis: int) -> tuple[int, str]:
     """How many elements along an axis, negative, stay together, and as what."""
     unit = BLOCK if axis in ((-2, -1) if len(q.block) == 2 else (q.axis,)) else 1
-    index, unit_name = _order(q).index(axis) - q.ndim, "a block"
+    index, term = _order(q).index(axis) - q.ndim, "a block"
     for layout, per in ((q.scale_layout, BLOCK), (q.value_layout, q.format.codes_per_byte)):
         if layout.is_tiled and index >= -2:
             tile = layout.pad[0] if index == -2 else layout.pad[1] * per
             if tile > unit:
-                unit_name = f"a tile of {layout.name!r}"
+                term = f"a tile of {layout.name!r}"
             unit = math.lcm(unit, tile)
-    return unit, unit_name
+    return unit, term
 
 
 def _require_whole(op: str, q: MXArray, axis: int, length: int, n: int, why: str) -> None:
@@ -278,13 +278,11 @@ def _require_whole(op: str, q: MXArray, axis: int, length: int, n: int, why: str
     Raises:
       ValueError: they are none.
     """
-    unit, unit_name = _unit(q, axis)
+    unit, term = _unit(q, axis)
     if n > 1 and length % unit:
         raise ValueError(
-            f"{op}: along axis {axis} parts of {length} elements {why}, inside of {unit_name}, "
-            f"which holds {unit}; choose another axis"
-            + " or another layout"
-            * ("tile" in unit_name)
+            f"{op}: along axis {axis} parts of {length} elements {why}, inside of {term}, which "
+            f"holds {unit}; choose another axis" + " or another layout" * ("tile" in term)
         )
 
 
@@ -337,13 +335,9 @@ def reshard(q: MXArray, spec: PartitionSpec | NamedSharding) -> MXArray:
         )
     for axis, entry in enumerate(entries, -q.ndim):
         n = math.prod(mesh.shape[name] for name in names_in(entry))
-        unit, unit_name = _unit(q, axis)
+        unit, term = _unit(q, axis)
         if n > 1 and q.shape[axis] % (n * unit):
-            why = (
-                f", inside of {unit_name}, which holds {unit}"
-                if unit > 1
-                else ", which are not equal"
-            )
+            why = f", inside of {term}, which holds {unit}" if unit > 1 else ", which are not equal"
             raise ValueError(
                 f"{op}: axis {axis} of length {q.shape[axis]} would be split over "
                 f"{' x '.join(names_in(entry))} in {n} shards{why}"

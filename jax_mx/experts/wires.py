@@ -52,8 +52,8 @@ def axes_of(op: str, experts: Any, tensor: Any) -> Axes:
     Raises:
       TypeError, ValueError: a name is none, or of no axis here.
     """
-    axes_by_argument = {"expert_axis": experts, "tensor_axis": tensor}
-    named = {name: axis for name, axis in axes_by_argument.items() if axis is not None}
+    names = {"expert_axis": experts, "tensor_axis": tensor}
+    named = {name: axis for name, axis in names.items() if axis is not None}
     mesh = jax.sharding.get_abstract_mesh()
     is_manual = set()
     for name, axis in named.items():
@@ -66,9 +66,7 @@ def axes_of(op: str, experts: Any, tensor: Any) -> Axes:
             )
         is_manual.add(axis in mesh.manual_axes)
     if len(is_manual) > 1:
-        raise ValueError(
-            f"{op}: of {axes_by_argument} one is an axis of a jax.shard_map here; map over both"
-        )
+        raise ValueError(f"{op}: of {names} one is an axis of a jax.shard_map here; map over both")
     if tensor is not None and tensor == experts:
         raise ValueError(
             f"{op}: expert_axis and tensor_axis are both {tensor!r}; they split different "

@@ -388,9 +388,7 @@ def descriptions_in(op: str, texts: Mapping[str, str]) -> dict[str, dict[str, An
         descriptions = json.loads(text)
     except (ValueError, RecursionError):
         descriptions = None
-    if not isinstance(descriptions, dict) or not all(
-        isinstance(description, dict) for description in descriptions.values()
-    ):
+    if not isinstance(descriptions, dict) or {*map(type, descriptions.values())} - {dict}:
         raise ValueError(
             f"{op}: the file's metadata have {shown(text)} under {_KEY!r}, which describes no "
             "MXArrays; write the file again"

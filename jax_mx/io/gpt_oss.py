@@ -210,9 +210,8 @@ def _shardings(sharding: Any) -> Mapping[str, jax.sharding.Sharding]:
     """By the name of an array."""
     if sharding is None:
         return {}
-    shardings = (
-        sharding if isinstance(sharding, Mapping) else dict.fromkeys(Experts._fields, sharding)
-    )
+    whole = isinstance(sharding, Mapping)
+    shardings = sharding if whole else dict.fromkeys(Experts._fields, sharding)
     if unknown := [name for name in shardings if name not in Experts._fields]:
         raise ValueError(
             f"{OP}: sharding names {unknown[0]!r}; the arrays are {', '.join(Experts._fields)}"

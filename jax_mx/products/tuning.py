@@ -183,9 +183,7 @@ def entries_of(
       progress: whether to say what is measured.
       without: candidates that are left out and not listed.
     """
-    free = [
-        counted for counted in calls if counted.call.implementation is None and counted.call.work
-    ]
+    free = [c for c in calls if c.call.implementation is None and c.call.work]
     free.sort(key=lambda counted: -counted.count * counted.call.work)
     entries = []
     nothing = Mesh(np.empty((), object), ())  # whatever mesh is set, one device measures

@@ -793,9 +793,7 @@ def deserialized(text: bytes) -> Aux:
     header = json.loads(text)
     known = {name: header.pop(name, None) for name in ("padding", "spans")}
     fields = metadata.read("jax.export.deserialize", header)
-    return *fields.values(), *(
-        Known(numbers and tuple(numbers), name) for name, numbers in known.items()
-    )
+    return *fields.values(), *(Known(n and tuple(n), name) for name, n in known.items())
 
 
 jax.export.register_pytree_node_serialization(
