@@ -190,8 +190,8 @@ def test_codes_move_where_devices_have_parts(name, axis_type):
     value, got = program(*args)
     np.testing.assert_allclose(value, want_value, rtol=1e-4)
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        # A bit of x's gradient in bfloat16 is another code of the layer before. Of eight parts of
-        # a sum each is rounded to bfloat16 by up to 2^-9, and so is what they add up to.
+        # A bit of x's gradient in bfloat16 is another code of the layer before. Eight parts of a
+        # sum, and the sum, are each rounded to bfloat16 by up to 2^-9.
         for i, bound in enumerate((5e-2, 5e-2, 2**-8)):
             assert np.linalg.norm(np.asarray(a[i]) - b[i]) <= bound * np.linalg.norm(b[i])
     moved = collectives(program.as_text())

@@ -26,7 +26,7 @@ from jax_mx.quantizing.mxarray import MXArray, checked
 
 RESIDUALS = ("mx", "floats", "inputs")  # what `mlp` and `moe` keep of gate and up
 
-# What jax.lax.dot_general takes as a precision by name; of these, what FP8 tensor cores give.
+# Names of precisions that jax.lax.dot_general takes, and those that FP8 tensor cores give.
 PRECISIONS = (
     *("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32"),
     *("highest", "float32", *(preset.name for preset in jax.lax.DotAlgorithmPreset)),

@@ -53,8 +53,8 @@ FEW_ROWS, FEWEST_ROWS, LARGE = 1024, 16, 10_000_000
 LONG = 4
 # The fewest rows of x that tiles have where FP8 tensor cores multiply.
 _FP8_ROWS = min(product.rows for product in PRODUCTS if product.op == "matmul_fp8")
-# What the sizes of a W in parts are multiples of: its rows, so that those of y begin at 16 bytes,
-# and the elements of a part, so that no copy has some of two.
+# A W in parts has multiples of so many rows, so that rows of y begin at 16 bytes, and parts of
+# multiples of so many elements, so that no copy has some of two.
 ALIGNED, PART = 8, 128
 # How many elements along K FP8 tensor cores add up before scales are applied, by the window.
 _SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}

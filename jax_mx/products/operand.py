@@ -174,7 +174,7 @@ jax.export.register_pytree_node_serialization(
 
 
 _SUMMED = {MXFP8_E4M3, MXFP8_E5M2}  # formats of which one call makes both forms, so also the sums
-# What the two axes of an operand hold, the one that its first reader contracts first.
+# The content of an operand's two axes, the one that its first reader contracts first.
 _AXES = {
     "lhs": ("contracted elements", "rows"),
     "rhs": ("contracted elements", "columns"),

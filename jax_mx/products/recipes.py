@@ -508,8 +508,7 @@ def mxfp4_backward(key: jax.Array) -> Recipe:
     return Recipe(dgrad=rotated, wgrad=rotated)
 
 
-# What the others are compared with. Of weights that are MX already, what is multiplied with them
-# stays floats.
+# Others are compared with this recipe. Operands of weights that are MX already stay floats.
 BF16 = Recipe(forward=_BF16, dgrad=_BF16, wgrad=_BF16)
 # The recipe "floats" where a layer's own derivative follows one; of single products JAX has it.
 AS_THEY_ARE = Recipe(forward=FLOATS, dgrad=FLOATS, wgrad=FLOATS)
