@@ -93,7 +93,7 @@ class Layer(NamedTuple):
         return Side(self.second.dtype, arranged=spec)
 
     def sides(self, inputs: Inputs) -> Inputs:
-        """The sides of all that is given."""
+        """The sides of all inputs."""
         dense = self.second.layout is not None
         side = side_of(self.first[0].arranged.lhs if dense else None, inputs.x)
         firsts = tuple(
@@ -222,7 +222,7 @@ class Moves(ABC):
           routing: of the layer; its first round.
           run: a function of a round and of the operands; it gets the operands from nowhere else.
           sums: the results of the first round.
-          operands: given, quantized, recipes, and more.
+          operands: inputs, quantized, recipes, and more.
         """
         raise NotImplementedError
 
@@ -297,7 +297,7 @@ IN_PARTS = "; its two products with recipe='bf16', and jax.nn's activation betwe
 def layer(
     static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
-    """The layer, differentiable by what is given.
+    """The layer, differentiable by its inputs.
 
     Args:
       static: the part of it that is neither array nor key.
