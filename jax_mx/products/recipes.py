@@ -66,24 +66,24 @@ class Chosen(NamedTuple):
     chips: str
 
 
-def _register(kind: type[T]) -> type[T]:
+def _register(node_type: type[T]) -> type[T]:
     """Makes a pytree of a class, which takes any children: JAX puts all kinds of objects there."""
-    fields = dataclasses.fields(cast(Any, kind))
-    static = tuple(each.name for each in fields if each.metadata.get("static"))
-    data = tuple(each.name for each in fields if each.name not in static)
+    fields = dataclasses.fields(cast(Any, node_type))
+    static = tuple(field.name for field in fields if field.metadata.get("static"))
+    data = tuple(field.name for field in fields if field.name not in static)
 
-    def flatten(own: Any) -> tuple[Any, Any]:
+    def flatten(node: Any) -> tuple[Any, Any]:
         keys = map(jax.tree_util.GetAttrKey, data)
-        children = tuple(zip(keys, (getattr(own, name) for name in data), strict=True))
-        return children, tuple(getattr(own, name) for name in static)
+        children = tuple(zip(keys, (getattr(node, name) for name in data), strict=True))
+        return children, tuple(getattr(node, name) for name in static)
 
     def unflatten(aux: Any, children: Any) -> Any:
-        own = object.__new__(kind)
-        vars(own).update(zip((*static, *data), (*aux, *children), strict=True))
-        return own
+        node = object.__new__(node_type)
+        vars(node).update(zip((*static, *data), (*aux, *children), strict=True))
+        return node
 
-    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
-    return kind
+    jax.tree_util.register_pytree_with_keys(node_type, flatten, unflatten)
+    return node_type
 
 
 @_register
@@ -208,8 +208,8 @@ class Recipe(Value):
           TypeError, ValueError: a field is of the wrong type, or an unknown name.
         """
         for name in ("lhs", "rhs", "gradient"):
-            found = named(f"Recipe: {name}", FORMATS, getattr(self, name))
-            object.__setattr__(self, name, found)
+            format = named(f"Recipe: {name}", FORMATS, getattr(self, name))
+            object.__setattr__(self, name, format)
         object.__setattr__(self, "scaling", named("Recipe: scaling", SCALINGS, self.scaling))
         object.__setattr__(self, "window", _along_one_axis("Recipe", self.window))
         if self.weight_window is not None:
@@ -462,9 +462,9 @@ def dimensions(
       TypeError: no ints.
       ValueError: one is out of range, or named twice.
     """
-    given = (d if isinstance(d, Iterable) else (d,) for d in (contracting, batch))
+    dims_given = (d if isinstance(d, Iterable) else (d,) for d in (contracting, batch))
     try:
-        dims = [tuple(map(whole, d)) for d in given]
+        dims = [tuple(map(whole, d)) for d in dims_given]
     except TypeError as error:
         raise TypeError(
             f"{op}: contracting and batch must be ints or sequences of them, got "
@@ -519,8 +519,7 @@ def mxfp4_backward(key: jax.Array) -> Recipe:
     return Recipe(dgrad=rotated, wgrad=rotated)
 
 
-# What the others are compared with. Of weights that are MX already, what is multiplied with them
-# stays floats.
+# Others are compared with this recipe. Operands of weights that are MX already stay floats.
 BF16 = Recipe(forward=_BF16, dgrad=_BF16, wgrad=_BF16)
 # The recipe "floats" where a layer's own derivative follows one; of single products JAX has it.
 AS_THEY_ARE = Recipe(forward=FLOATS, dgrad=FLOATS, wgrad=FLOATS)
@@ -537,7 +536,7 @@ RECIPES = {
 
 def name_of(recipe: Recipe) -> str:
     """The name of one of `RECIPES`."""
-    return next(name for name, each in RECIPES.items() if each == recipe)
+    return next(name for name, known in RECIPES.items() if known == recipe)
 
 
 def recipe_of(op: str, recipe: Any) -> Recipe:
@@ -606,10 +605,10 @@ def _to_json(aux: Any) -> bytes:
     return json.dumps([getattr(part, "name", part) for part in names]).encode()
 
 
-def _from_json(kind: Any, text: bytes) -> Any:
+def _from_json(node_type: Any, text: bytes) -> Any:
     """The inverse for a type; older programs lack the last fields."""
     parts = [tuple(part) if isinstance(part, list) else part for part in json.loads(text)]
-    static = [field for field in dataclasses.fields(kind) if field.metadata.get("static")]
+    static = [field for field in dataclasses.fields(node_type) if field.metadata.get("static")]
     parts += [field.default for field in static[len(parts) :]]
     return tuple(_NAMES.get(part, part) if isinstance(part, str) else part for part in parts)
 
