@@ -499,8 +499,8 @@ def test_kernels_of_windows_are_exact(variant):
     if variant.parted:
         kernels_of_parts_are_exact(rng, variant)
         return
-    how = {"window": variant.window, "tiles": variant.tiles, "fast": variant.fast}
-    exact = on_cuda(tile=variant.rows, **how)
+    windows = {"window": variant.window, "tiles": variant.tiles, "fast": variant.fast}
+    exact = on_cuda(tile=variant.rows, **windows)
 
     def operands(*shapes):
         both = zip(shapes, variant.formats, (1, 128 if variant.tiles else 1), strict=True)

@@ -88,8 +88,8 @@ def plan_of(
         else:
             tile = _fp8_tile_for(rows, window, tiles, grouped)
     fast = fast and window == ROW and set(formats) == {MXFP8_E4M3}
-    how = window, tiles, implementation, free
-    return ProductPlan(op, formats, dtype, grouped, tile, *how, fast=fast)
+    options = window, tiles, implementation, free
+    return ProductPlan(op, formats, dtype, grouped, tile, *options, fast=fast)
 
 
 def wgrad_plan_of(

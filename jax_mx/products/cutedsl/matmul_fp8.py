@@ -670,9 +670,9 @@ class WholeRows(Windows):
 class FastRows(WholeRows):
     """Rows whose products the tensor cores add up all along K, with fewer bits than float32 has.
 
-    A warpgroup has 64 of the tile's rows of x and all its rows of W. It asks for a stage's products
-    while those of the stage before are under way, and then gives that stage back; the last one
-    when its own are done. All roles walk the same tiles and stages, so each wait has its arrivals.
+    A warpgroup has 64 of the tile's rows of x and all its rows of W. The products of two stages are
+    under way at a time; when the older ones are done, the warps give their stage back. All roles
+    walk the same tiles and stages, so each wait has its arrivals.
     """
 
     promoted = LINE
