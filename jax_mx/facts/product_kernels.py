@@ -5,7 +5,7 @@ group has its own matrix. Blocks run along K, scales are row-major. Sizes are ru
 Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N). Groups of
 "wgrad_fp8" have parts of K instead: y (G, T, N) is x (T, K) @ W (N, K)^T over each group's part of
 K. "wgrad" is the same for floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N) over each
-group's rows. "amaxes" is no product: it gives the largest magnitudes of the rows and the columns of
+group's rows. "normed" is "matmul" of one group, whose x is normed before. "amaxes" is no product: it gives the largest magnitudes of the rows and the columns of
 x (batch, T, K). A quantizer of both directions needs these first where products take rows with one
 scale each.
 """
@@ -32,6 +32,8 @@ TILE = 128  # rows and elements of W that share a scale where its windows are ti
 # Rows of x in the smallest tiles: in the first of them W goes from memory into registers. Groups
 # and what these kernels do not serve take the second.
 DIRECT, FEWEST = 4, 8
+NORMED_ROWS = (4, 8)  # of "normed"
+NORMED_LENGTH = 4096  # of a row of x for "normed", which has so many rows at most; of fewer, longer
 UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies can read rows
 
 
@@ -40,8 +42,8 @@ class ProductKernel(Compiled):
     """One kernel's source-level choices.
 
     Attributes:
-      op: "matmul", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and codes;
-        "wgrad", of floats and floats; "amaxes", of floats.
+      op: "matmul" and "normed", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and
+        codes; "wgrad", of floats and floats; "amaxes", of floats.
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block, or a cluster of two, has at a time.
       window: how many elements along K share a scale, of both operands, where both are codes;
@@ -52,6 +54,7 @@ class ProductKernel(Compiled):
       source: the word of what makes the floats, of "amaxes": they come out, too; "": x.
       parted: whether codes of W lie in parts of the contracted axis, one behind the other: (parts,
         N, K / parts). Devices that had a part each gather them so; scales lie as ever.
+      activation: of "normed": what y is of the product, whose first half are gates; "": the product.
     """
 
     formats: tuple[Format, ...]
@@ -62,13 +65,14 @@ class ProductKernel(Compiled):
     floats: str = ""
     source: str = ""
     parted: bool = False
+    activation: str = ""
 
     @property
     def name(self) -> str:
         """The name, which the binary's file and its entry points carry too."""
         window = suffix_of(self.window) + f"x{TILE}" * self.tiles
         names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
-        names += [self.source] * (self.source != "")
+        names += [word for word in (self.source, self.activation) if word]
         name = "_".join((self.op, *names, f"r{self.rows}{window}"))
         return name + "_free" * self.free + "_parted" * self.parted
 
@@ -126,6 +130,12 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         ProductKernel("matmul", "cutedsl", (format,), rows, free=True)
         for rows in (256, 128)
         for format in _FORMATS
+    ),
+    *(
+        ProductKernel("normed", "cutedsl", (format,), rows, activation=activation)
+        for activation in ("", "swiglu")
+        for rows in NORMED_ROWS
+        for format in (MXFP8_E4M3, MXFP4_E2M1)
     ),
 )
 

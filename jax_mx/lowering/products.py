@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jax_mx import reference
 from jax_mx.arrays.views import Result, View
 from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.product_kernels import DIRECT, FEWEST
+from jax_mx.facts.product_kernels import DIRECT, FEWEST, NORMED_LENGTH, NORMED_ROWS
 from jax_mx.facts.sources import COLUMNS, ROWS, Source, X
 from jax_mx.launch import partition
 from jax_mx.launch.calls import batched
@@ -34,7 +34,10 @@ from jax_mx.lowering.primitive import (
     one_by_one,
     serves_by_itself,
 )
+from jax_mx.norms import reference as norms
+from jax_mx.sources.gated import GatedSource
 
+NORMED_UNIT = 128  # of columns of x and W in the kernel of "normed"
 AT_ONCE = 8  # columns that the kernel of amaxes reads; it takes a multiple of them
 AMAX = np.dtype(np.uint32)  # the bits of a float32
 TILE, MOST_PARTS = 128, 256  # rows of that kernel's tiles; see `made_with_amaxes`
@@ -46,6 +49,43 @@ def _product_avals(*operands, plan: ProductPlan):
     columns = scales.shape[2] * BLOCK if plan.free else codes.shape[1]
     shape = (operands[0].shape[0], columns)
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
+
+
+def _normed_avals(*operands, plan: ProductPlan):
+    """The abstract values of y (T, N) and of the sum (T, K)."""
+    x, codes = operands[0], operands[plan.signature.number("codes")]
+    columns = codes.shape[1] // (2 if plan.activation else 1)
+    return [
+        unsplit("mx_normed", operands, (x.shape[0], n), plan.dtype) for n in (columns, x.shape[1])
+    ]
+
+
+def _normed_reference(x, residual, weight, codes, scales, *, plan: ProductPlan):
+    """In steps: the product may have a kernel."""
+    total = norms.added(x, residual)
+    floats, _ = norms.rms_norm(total, weight, plan.eps)
+    rows = DIRECT if x.shape[0] <= DIRECT else FEWEST
+    alone = dataclasses.replace(plan, op="matmul", rows=rows, activation="", eps=0.0)
+    y = product([floats, codes, scales], alone)
+    if plan.activation:
+        weights = jnp.ones(y.shape[0], jnp.float32)
+        (y,) = GatedSource(plan.activation).compute(y, weights)
+    return [y, total]
+
+
+def _batch_normed(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """Entries of the batch become rows, where these are few and have one weight."""
+    if any(d is not None for d in dims[2:]):
+        return _batch_each(primitive, args, dims, plan=plan)
+    args = batched(args, dims, range(2, len(args)))
+    size, rows, length = args[0].shape
+    flat = [*(a.reshape(size * rows, length) for a in args[:2]), *args[2:]]
+    most = next((n for n in NORMED_ROWS if size * rows <= n), 0)
+    if size * rows * length <= most * NORMED_LENGTH:
+        outs = primitive.bind(*flat, plan=dataclasses.replace(plan, rows=most))
+    else:
+        outs = _normed_reference(*flat, plan=plan)
+    return [a.reshape(size, rows, -1) for a in outs], [0, 0]
 
 
 def _wgrad_avals(*operands, plan: ProductPlan):
@@ -240,6 +280,7 @@ products_p = {
     name: make_primitive(name, op)
     for name, op in {
         "matmul": Op(_product_avals, reference.matmul, _batch_product),
+        "normed": Op(_normed_avals, _normed_reference, _batch_normed),
         "matmul_fp8": Op(_product_avals, reference.matmul_fp8, _batch_product),
         "wgrad_fp8": Op(_wgrad_avals, reference.wgrad_fp8, _batch_each),
         "wgrad": Op(_floats_wgrad_avals, reference.wgrad, _batch_floats_wgrad),

@@ -74,7 +74,8 @@ class Direct(ProductEntry):
         self.threads = 32 * self.warps
         self.per = self.format.codes_per_byte
         self.lines = STEP * BLOCK // (LINE * self.per)  # of a step
-        self.sums = self.warps * 8 * PITCH  # floats of a tile
+        self.passes = max(self.rows * 2 // self.per // 8, 1)  # over columns of mma.sync
+        self.sums = self.warps * 8 * self.passes * PITCH  # floats of a tile
         self.shared = 2 * 4 * self.sums
         self.divide = (Factor(Extent(self.signature.number("scales"), 2), STEP),)
 
@@ -96,14 +97,15 @@ class Direct(ProductEntry):
     @cute.kernel
     def kernel(self, pointers, scalars):
         arrays = self.signature.named(pointers)
-        x, w, s, y = (arrays[name] for name in ("x", "codes", "scales", "y"))
-        epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE]
-        t, wide, groups, width, blocks, result = scalars
+        w, s, y = (arrays[name] for name in ("codes", "scales", "y"))
+        epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE if name in arrays]
+        t, wide, groups, width, blocks = (scalars[i] for i in range(5))
+        result = scalars[len(scalars) - 1]
         tid, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         warp, lane = tid // 32, tid % 32
-        across = (width + self.columns - 1) // self.columns
+        across = (self.width_of(width) + self.columns - 1) // self.columns
         pieces = self.pieces(t)
         if groups > 1:
             pieces = self.pieces(t // groups)
@@ -112,13 +114,15 @@ class Direct(ProductEntry):
         first, apart = warp * self.steps, self.warps * self.steps
         codes = cute.make_rmem_tensor((4, 2, self.lines, self.steps), Uint32)
         scales = cute.make_rmem_tensor((2, self.steps), Uint32)
-        acc = cute.make_rmem_tensor(4, Float32)
+        acc = cute.make_rmem_tensor(4 * self.passes, Float32)
         size = t, groups, pieces, across
         tiles = across * pieces * groups
         turn = Int32(0)
         start = self.start_of(index, size, width, blocks, lane // 4)
+        ahead: cutlass.Constexpr = self.ahead(arrays, scalars, tid)
         if (index < tiles) & (first < steps):
             self.load(w, s, start, codes, scales, first, steps, deep, lane % 4)
+        x = self.x_of(arrays, scalars, ahead, tid)
         while index < tiles:
             acc.fill(0.0)
             row, stop, _, _ = self.place_of(index, size)
@@ -134,6 +138,23 @@ class Direct(ProductEntry):
                 self.load(w, s, start, codes, scales, first, steps, deep, lane % 4)
             self.gather(acc, turn, epilogue, y, this, size, width, result, tid)
             turn ^= 1
+
+    def width_of(self, rows: Int32):
+        """The columns of y, of a W of so many rows."""
+        return rows
+
+    def ahead(self, arrays, scalars, tid: Int32):
+        """The part of x that is asked for before W; none."""
+        del arrays, scalars, tid
+
+    def x_of(self, arrays, scalars, ahead, tid: Int32):
+        """The pointer to the rows that W meets."""
+        del scalars, ahead, tid
+        return arrays["x"]
+
+    def pitch(self, wide: Int32):
+        """The bytes from a row there to the next one."""
+        return 2 * wide
 
     @cute.jit
     def place_of(self, index: Int32, size: cutlass.Constexpr):
@@ -152,8 +173,12 @@ class Direct(ProductEntry):
     ):
         """The numbers of the first blocks of a lane's two rows of a tile."""
         _, _, n0, e = self.place_of(index, size)
-        rows = [cutlass.min(n0 + g + 8 * r, width - 1) for r in range(2)]
+        rows = [self.row_of_lane(n0, g, r, width) for r in range(2)]
         return tuple((Int64(e) * width + row) * blocks for row in rows)
+
+    def row_of_lane(self, n0: Int32, g: Int32, r: int, width: Int32):
+        """The row of W that is a lane's first or second one, of the tile of column n0 of y."""
+        return cutlass.min(n0 + g + 8 * r, width - 1)
 
     @cute.jit
     def load(
@@ -182,19 +207,26 @@ class Direct(ProductEntry):
     ):  # fmt: skip
         """Adds the products of these steps to the sums."""
         g, q = lane // 4, lane % 4
-        mine = row + g % 4
-        at = x.toint() + Int64(mine) * (2 * wide) + Int64(first) * (2 * BLOCK * STEP)
+        of: cutlass.Constexpr = min(self.rows, 4 * self.per)  # rows of a pass
+        mine = row + g % of
+        at = x.toint() + Int64(mine) * self.pitch(wide) + Int64(first) * (2 * BLOCK * STEP)
         is_there = mine < stop
         if const_expr(self.per == 1):
             is_there, at = is_there & (g // 4 == q // 2), at + 32 * q
         else:
-            is_there, at = is_there & (g < 4), at + 64 * q
+            if const_expr(of < 8):
+                is_there = is_there & (g < of)
+            at = at + 64 * q
         for i in range_constexpr(self.steps):
             if const_expr(i > 0):
                 is_there = is_there & ((first + i) * (STEP * BLOCK) < wide)
                 at = at + 2 * BLOCK * STEP
             if const_expr(self.per == 1):
-                self.of_bytes(acc, at, is_there, codes, scales, i, q)
+                rows = [(at, is_there)]
+                if const_expr(self.passes > 1):
+                    beyond = is_there & (mine + of < stop)
+                    rows = [(at, is_there), (at + of * self.pitch(wide), beyond)]
+                self.of_bytes(acc, rows, codes, scales, i, q)
             else:
                 self.of_nibbles(acc, at, is_there, codes, scales, i, q)
 
@@ -207,26 +239,36 @@ class Direct(ProductEntry):
                 cute.autovec_copy(vector(at + 16 * j, Uint32, 4), to[None, j])
 
     @cute.jit
-    def of_bytes(self, acc, at: Int64, is_there, codes, scales, i: cutlass.Constexpr, q: Int32):
-        """Products of a step: its lines have two blocks each, of which a sum is of one."""
+    def of_bytes(
+        self, acc, rows: cutlass.Constexpr, codes, scales, i: cutlass.Constexpr, q: Int32
+    ):
+        """Products of a step: its lines have two blocks each, of which a sum is of one.
+
+        `rows`: for each pass where this lane's row of x is, and whether it is there.
+        """
         to: cutlass.Constexpr = convert.Conversion("bfloat16", self.format, self.arch)
         for c in range_constexpr(self.lines):
-            right = cute.make_rmem_tensor((4, 2), Uint32)
-            self.load_x(at + c * (2 * LINE), is_there, right)
-            part = None
+            right = [cute.make_rmem_tensor((4, 2), Uint32) for _ in rows]
+            for (line, is_there), to_row in zip(rows, right, strict=True):
+                self.load_x(line + c * (2 * LINE), is_there, to_row)
+            parts = [None for _ in rows]
             for j in range_constexpr(4):
                 left = [
                     convert.round_all(convert.unpack_four(codes[j, r, c, i], to), "bfloat16")
                     for r in range(2)
                 ]
                 a = [left[r][h] for h in range(2) for r in range(2)]
-                b = [right[2 * (j % 2) + h, j // 2] for h in range(2)]
-                part = product(a, b, part)
+                parts = [
+                    product(a, [x[2 * (j % 2) + h, j // 2] for h in range(2)], part)
+                    for x, part in zip(right, parts, strict=True)
+                ]
             for r in range_constexpr(2):
                 byte = scales[r, i] >> Uint32(16 * c + 8 * (q // 2)) & Uint32(255)
                 factor = convert.factor_of(byte)
-                for v in range_constexpr(2):
-                    acc[2 * r + v] = acc[2 * r + v] + part[2 * r + v] * factor
+                for p, part in enumerate(parts):
+                    for v in range_constexpr(2):
+                        at = 4 * p + 2 * r + v
+                        acc[at] = acc[at] + part[2 * r + v] * factor
 
     @cute.jit
     def of_nibbles(self, acc, at: Int64, is_there, codes, scales, i: cutlass.Constexpr, q: Int32):
@@ -268,21 +310,35 @@ class Direct(ProductEntry):
         """
         row, stop, n0, e = self.place_of(index, size)
         base = cute.arch.get_dyn_smem(Float32, alignment=16)
+        wide: cutlass.Constexpr = 8 * self.passes
         sums = cute.make_tensor(
             base + turn * self.sums,
-            cute.make_layout((16, 8, self.warps), stride=(1, PITCH, 8 * PITCH)),
+            cute.make_layout((16, wide, self.warps), stride=(1, PITCH, wide * PITCH)),
         )
         g, q = tid % 32 // 4, tid % 4
-        for v in range_constexpr(4):
-            sums[g + 8 * (v // 2), 2 * q + v % 2, tid // 32] = acc[v]
+        for v in range_constexpr(4 * self.passes):
+            sums[g + 8 * (v // 2 % 2), v // 4 * 8 + 2 * q + v % 2, tid // 32] = acc[v]
         cute.arch.sync_threads()
-        m, n = tid // 16, tid % 16
-        if (m < self.rows) & (row + m < stop) & (n0 + n < width):
-            total = Float32(0)
-            for warp in range_constexpr(self.warps):
-                for half in range_constexpr(2 // self.per):
-                    total = total + sums[n, m + 4 * half, warp]
-            if self.is_there(epilogue):
-                total = self.finished(epilogue, total, e, row + m, n0 + n, width)
-            at = Int64(row + m) * width + n0 + n
-            self.store(y.toint() + at * self.size_in_bytes(result), total, result)
+        m, n = tid // self.columns, tid % self.columns
+        if (m < self.rows) & (row + m < stop) & (n0 + n < self.width_of(width)):
+            at = Int64(row + m) * self.width_of(width) + n0 + n
+            at = y.toint() + at * self.size_in_bytes(result)
+            total = self.total(sums, m, n)
+            if const_expr(len(epilogue) == 0):
+                self.activate(at, total, sums, m, n)
+            else:
+                if self.is_there(epilogue):
+                    total = self.finished(epilogue, total, e, row + m, n0 + n, width)
+                self.store(at, total, result)
+
+    @cute.jit
+    def total(self, sums, m: Int32, n: Int32):
+        """The sum of all warps' parts."""
+        column = m
+        if const_expr(self.passes > 1):
+            column = m + m // 4 * 4
+        total = Float32(0)
+        for warp in range_constexpr(self.warps):
+            for half in range_constexpr(2 // self.per):
+                total = total + sums[n, column + 4 * half, warp]
+        return total

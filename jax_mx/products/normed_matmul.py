@@ -1,0 +1,121 @@
+"""`normed_matmul`: a residual sum, its norm, a product with a frozen weight, and an activation."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mx.arrays.checks import array_of, is_symbolic, shown
+from jax_mx.arrays.sharding import is_explicit
+from jax_mx.facts.formats import BLOCK
+from jax_mx.facts.product_kernels import NORMED_LENGTH, NORMED_ROWS, PRODUCTS
+from jax_mx.launch.private import vary_alike
+from jax_mx.lowering import derivatives
+from jax_mx.lowering.plan import ProductPlan
+from jax_mx.lowering.products import NORMED_UNIT, products_p
+from jax_mx.norms.rms_norm import rms_norm
+from jax_mx.ops.gated import gated
+from jax_mx.ops.mxarray import MXArray
+from jax_mx.products.einsum import einsum
+
+_KERNELS = {(p.formats[0], p.activation) for p in PRODUCTS if p.op == "normed"}
+
+
+def normed_matmul(
+    x: jax.typing.ArrayLike,
+    residual: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    w: MXArray,
+    *,
+    eps: float = 1e-6,
+    activation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The products that begin a layer, of a token stream and of what the layer before adds to it.
+
+        y, x = jax_mx.normed_matmul(x, residual, weight, w, activation="swiglu")
+
+    It stands for these lines, and gives their bits where products are exact::
+
+        y, _, x, _ = jax_mx.rms_norm(x, weight, eps=eps, residual=residual)
+        y = jax_mx.einsum("...k,nk->...n", y, w, recipe="bf16")
+        y = jax_mx.gated(y, activation)
+
+    On Hopper one kernel computes all of it for up to eight rows of bfloat16 and a weight in MXFP8
+    (E4M3) or MXFP4, in blocks of 32 along K, a multiple of 128. At four rows K is at most 4096, at
+    one 16384; at eight 4096. The activation is "swiglu" or None. Elsewhere it is these lines. Its
+    derivatives are theirs.
+
+    Args:
+      x: bfloat16, float16 or float32 (..., K).
+      residual: of x's shape and dtype.
+      weight: floats (K,), of the norm.
+      w: (N, K), floats or an `MXArray` with its blocks along K.
+      eps: see `rms_norm`.
+      activation: see `gated`; None: y is the product.
+
+    Returns:
+      y (..., N), or (..., N / 2) of an activation of gates and ups; and x + residual (..., K).
+
+    Raises:
+      TypeError, ValueError: as `rms_norm`, `einsum` and `gated` do.
+    """
+    op = "normed_matmul"
+    x, residual, weight = (
+        array_of(op, name, a)
+        for name, a in (("x", x), ("residual", residual), ("weight", weight))
+    )
+    in_steps = partial(_in_steps, eps=eps, activation=activation)
+    if not _has_kernel(x, residual, weight, w, activation):
+        return in_steps(x, residual, weight, w)
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.number) or not eps >= 0:
+        raise ValueError(f"{op}: eps must be a number, finite and at least 0, got {shown(eps)}")
+    rows = math.prod(x.shape[:-1])
+    plan = ProductPlan(
+        "normed", (w.format,), x.dtype, False, next(n for n in NORMED_ROWS if rows <= n),
+        activation=activation or "", eps=float(np.float32(eps)),
+    )  # fmt: skip
+    flat = (a.reshape(rows, -1) for a in (x, residual))
+    arrays = [*flat, weight, w.values[None], w.scales[None]]
+    operands = vary_alike(*map(jax.lax.stop_gradient, arrays))
+    y, total = products_p["normed"].bind(*operands, plan=plan)
+    outs = y.reshape(*x.shape[:-1], -1), total.reshape(x.shape)
+
+    def tangents_of(_: Any, args: list, tangents: list) -> Any:
+        moves = [jnp.zeros_like(a) if t is None else t for a, t in zip(args, tangents, strict=True)]
+        return jax.jvp(lambda *args: in_steps(*args, w), args, moves)[1]
+
+    y, total = derivatives.derived(outs, [x, residual, weight], tangents_of)
+    return y, total
+
+
+def _in_steps(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, w: Any, eps: float, activation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """What it stands for."""
+    floats, _, total, _ = rms_norm(x, weight, eps=eps, residual=residual)
+    y = einsum("...k,nk->...n", floats, w, recipe="bf16")
+    return (y if activation is None else gated(y, activation)), total
+
+
+def _has_kernel(x: Any, residual: Any, weight: Any, w: Any, activation: str | None) -> bool:
+    """Whether kernels may serve these arrays, of shapes that fit each other."""
+    if not isinstance(w, MXArray) or (w.format, activation or "") not in _KERNELS:
+        return False
+    if any(a.dtype != jnp.bfloat16 for a in (x, residual, weight)):
+        return False
+    lies = w.ndim == 2 and w.axis == -1 and w.block == (BLOCK,)
+    if not lies or w.scale_layout.is_tiled or w.value_layout.is_tiled:
+        return False
+    if any(map(is_symbolic, (*x.shape, *w.shape))) or 0 in (*x.shape, *w.shape):
+        return False
+    length, rows = x.shape[-1] if x.ndim else 0, math.prod(x.shape[:-1])
+    fits = residual.shape == x.shape and weight.shape == (length,) and w.shape[1] == length
+    most = next((n for n in NORMED_ROWS if rows <= n), 0)
+    fits = fits and length % NORMED_UNIT == 0 and rows * length <= most * NORMED_LENGTH
+    if activation:
+        fits = fits and w.shape[0] % 2 == 0
+    meshes = (jax.typeof(a).sharding.mesh for a in (x, residual, weight, w.values))
+    return fits and not any(map(is_explicit, meshes))
