@@ -87,13 +87,16 @@ def scanned(
 ) -> Any:
     """`serve.forward`, where layers and caches are stacked."""
 
-    def layer(x: jax.Array, one: Any) -> Any:
+    def layer(carry: Any, one: Any) -> Any:
         w, old = one
-        return serve.layer(config, w, old, x, start)
+        *carry, cache = serve.layer(config, w, old, *carry, start)
+        return (*carry,), cache
 
-    x, cache = jax.lax.scan(layer, model["embed_tokens"][tokens], (model["layers"], cache))
-    x = serve.norm(config, x[:, -1], model["norm"])
-    return serve.product(x, model["lm_head"]), cache
+    x = model["embed_tokens"][tokens]
+    carry = x, jnp.zeros_like(x)
+    (x, more), cache = jax.lax.scan(layer, carry, (model["layers"], cache))
+    last = x[:, -1], more[:, -1], model["norm"], model["lm_head"]
+    return serve.normed_product(config, *last)[0], cache
 
 
 def stacked(layers: list[Any]) -> Any:

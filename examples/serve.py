@@ -23,6 +23,7 @@ LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 RULES = {r".*(embed_tokens|lm_head).*": None, ".*": "mxfp8"}  # of a checkpoint in floats
 ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
+FEW = 8  # tokens, up to which a kernel norms and multiplies at once
 product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
 
 
@@ -32,6 +33,19 @@ def norm(config, x, weight):
     return (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
 
 
+def normed_product(config, x, more, weight, w, activation=None):
+    """The product of the norm of x + more, perhaps between gates and ups; and the sum."""
+    if isinstance(w, jax_mx.MXArray) and x.size <= FEW * x.shape[-1]:
+        how = {"eps": config["rms_norm_eps"], "activation": activation}
+        return jax_mx.normed_matmul(x, more, weight, w, **how)
+    x = x + more
+    y = product(norm(config, x, weight), w)
+    if activation:
+        gate, up = jnp.split(y, 2, -1)
+        y = jax.nn.silu(gate) * up
+    return y, x
+
+
 def rotated(x, positions, theta):
     """(B, S, heads, D) turned by their positions (S,)."""
     angles = positions[:, None, None] * theta ** -jnp.linspace(0, 1, x.shape[-1] // 2, False)
@@ -39,11 +53,14 @@ def rotated(x, positions, theta):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def layer(config, w, cache, x, start):
-    """A layer of a prompt (B, S, width), or of a token at position `start`; and its cache."""
+def layer(config, w, cache, x, more, start):
+    """A layer of a prompt (B, S, width), or of a token at position `start`; and its cache.
+
+    Its input is x + more, and so is its output: the next norm adds them.
+    """
     (b, s, _), heads, d = x.shape, config["num_attention_heads"], config["head_dim"]
     positions, theta = (start + jnp.arange(s)).astype(jnp.float32), config["rope_theta"]
-    qkv = product(norm(config, x, w["input_layernorm"]), w["self_attn.qkv_proj"])
+    qkv, x = normed_product(config, x, more, w["input_layernorm"], w["self_attn.qkv_proj"])
     qkv = qkv.reshape(b, s, -1, d)
     q, k, v = jnp.split(qkv, [heads, heads + config["num_key_value_heads"]], 2)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
@@ -51,18 +68,20 @@ def layer(config, w, cache, x, start):
     seen = {"is_causal": s > 1, "key_value_seq_lengths": jnp.full(b, start + s, jnp.int32)}
     q = rotated(q, positions, theta)
     y = jax.nn.dot_product_attention(q, *cache, **seen, implementation=ATTENTION)
-    x = x + product(y.reshape(b, s, -1), w["self_attn.o_proj"])
-    gate_up = product(norm(config, x, w["post_attention_layernorm"]), w["mlp.gate_up_proj"])
-    gate, up = jnp.split(gate_up, 2, -1)
-    return x + product(jax.nn.silu(gate) * up, w["mlp.down_proj"]), cache
+    more = product(y.reshape(b, s, -1), w["self_attn.o_proj"])
+    between = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
+    y, x = normed_product(config, x, more, *between)
+    return x, product(y, w["mlp.down_proj"]), cache
 
 
 def forward(config, model, cache, tokens, start):
     """The logits behind the last of tokens (B, S) from position `start` on; and the cache."""
     x, cache = model["embed_tokens"][tokens], [*cache]
+    more = jnp.zeros_like(x)
     for i, w in enumerate(model["layers"]):
-        x, cache[i] = layer(config, w, cache[i], x, start)
-    return product(norm(config, x[:, -1], model["norm"]), model["lm_head"]), cache
+        x, more, cache[i] = layer(config, w, cache[i], x, more, start)
+    last = x[:, -1], more[:, -1], model["norm"], model["lm_head"]
+    return normed_product(config, *last)[0], cache
 
 
 def empty_cache(config, batch, length):

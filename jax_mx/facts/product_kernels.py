@@ -55,6 +55,7 @@ class ProductKernel(Compiled):
       parted: whether codes of W lie in parts of the contracted axis, one behind the other: (parts,
         N, K / parts). Devices that had a part each gather them so; scales lie as ever.
       activation: of "normed": what y is of the product, whose first half are gates; "": the product.
+      narrow: whether it is for a y of few columns, which are fewer and larger thread blocks' tiles.
     """
 
     formats: tuple[Format, ...]
@@ -66,6 +67,7 @@ class ProductKernel(Compiled):
     source: str = ""
     parted: bool = False
     activation: str = ""
+    narrow: bool = False
 
     @property
     def name(self) -> str:
@@ -74,7 +76,7 @@ class ProductKernel(Compiled):
         names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
         names += [word for word in (self.source, self.activation) if word]
         name = "_".join((self.op, *names, f"r{self.rows}{window}"))
-        return name + "_free" * self.free + "_parted" * self.parted
+        return name + "_free" * self.free + "_parted" * self.parted + "_narrow" * self.narrow
 
 
 def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
@@ -103,6 +105,7 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         for format in _FORMATS
         if format != MXFP8_E5M2
     ),
+    ProductKernel("matmul", "cutedsl", (MXFP4_E2M1,), DIRECT, narrow=True),
     *(
         ProductKernel("matmul_fp8", "cutedsl", formats, rows, window, tiles)
         for window in (128, 256, ROW)

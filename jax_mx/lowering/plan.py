@@ -267,6 +267,7 @@ class ProductPlan:
         the parts of the contracted axis that codes of W lie in, one behind the other.
       activation: see `facts.product_kernels.ProductKernel`.
       eps: of "normed".
+      narrow: see `facts.product_kernels.ProductKernel`.
     """
 
     op: str
@@ -284,6 +285,7 @@ class ProductPlan:
     parts: int = 1
     activation: str = ""
     eps: float = 0.0
+    narrow: bool = False
     # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
@@ -321,9 +323,8 @@ class ProductPlan:
         """The kernel that the plan asks for; it may not exist."""
         kinds = self.window, self.tiles, self.free, self.floats, str(self.source)
         parted = self.op == "matmul_fp8" and self.parts > 1
-        return ProductKernel(
-            self.op, dsl, self.formats, self.rows, *kinds, parted, self.activation
-        )
+        last = parted, self.activation, self.narrow
+        return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds, *last)
 
 
 AnyPlan = Plan | ProductPlan

@@ -134,7 +134,7 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
         for a, rank in zip(args, ranks, strict=False)
     ]
     if plan.rows == DIRECT and one and flat[0].shape[0] > DIRECT:  # else W is read too often
-        plan = dataclasses.replace(plan, rows=FEWEST)
+        plan = dataclasses.replace(plan, rows=FEWEST, narrow=False)
     (y,) = primitive.bind(*flat, plan=plan)
     return [y.reshape(size, rows, y.shape[-1])], [0]
 

@@ -36,6 +36,8 @@ from jax_mx.lowering import products
 from jax_mx.lowering.plan import ProductPlan
 from jax_mx.products.arrangements import padded
 
+# So many tiles of 128 columns are narrow: each multiprocessor of a Hopper has two tiles of 16.
+_NARROW = 33
 # How many rows of x tiles may have, in ascending order: each tiling is a kernel.
 ROWS = tuple(sorted({p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")}))
 # The same of floats times codes, by W's format and whether W is free.
@@ -63,11 +65,13 @@ def plan_of(
     free: bool = False,
     strips: float = math.inf,
     tile: int | None = None,
+    narrow: bool | None = None,
 ) -> ProductPlan:
     """The plan of "matmul", of one format, or "matmul_fp8", of two.
 
     `rows`: how many rows of x a group has, about. `strips`: how many tiles lie beside each other,
-    of all groups. `tile`: how many rows tiles have, one of `ROWS`, whatever the shapes ask for.
+    of all groups. `tile`: how many rows tiles have, one of `ROWS`, whatever the shapes ask for;
+    `narrow` likewise.
     """
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     if tile is None:
@@ -76,7 +80,11 @@ def plan_of(
             tile = _tile_for(rows, strips, allowed)
         else:
             tile = _fp8_tile_for(rows, window, tiles, grouped)
-    return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation, free)
+    plan = ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation, free)
+    slim = dataclasses.replace(plan, narrow=True)
+    if narrow is None:
+        narrow = strips <= _NARROW and slim.product("cutedsl") in PRODUCTS
+    return slim if narrow else plan
 
 
 def wgrad_plan_of(

@@ -64,8 +64,7 @@ def normed_matmul(
     """
     op = "normed_matmul"
     x, residual, weight = (
-        array_of(op, name, a)
-        for name, a in (("x", x), ("residual", residual), ("weight", weight))
+        array_of(op, name, a) for name, a in (("x", x), ("residual", residual), ("weight", weight))
     )
     in_steps = partial(_in_steps, eps=eps, activation=activation)
     if not _has_kernel(x, residual, weight, w, activation):

@@ -239,9 +239,7 @@ class Direct(ProductEntry):
                 cute.autovec_copy(vector(at + 16 * j, Uint32, 4), to[None, j])
 
     @cute.jit
-    def of_bytes(
-        self, acc, rows: cutlass.Constexpr, codes, scales, i: cutlass.Constexpr, q: Int32
-    ):
+    def of_bytes(self, acc, rows: cutlass.Constexpr, codes, scales, i: cutlass.Constexpr, q: Int32):
         """Products of a step: its lines have two blocks each, of which a sum is of one.
 
         `rows`: for each pass where this lane's row of x is, and whether it is there.

@@ -129,7 +129,9 @@ class Normed(Direct):
             self.norm(early[2][None, s], factors, s, place)
         for s in cutlass.range(EARLY, (wide + SUMS - 1) // SUMS, unroll=1):
             weights = self.fragment(1)
-            self.take(weights[None, 0], arrays["weights"], Int64(0), s * SUMS + tid * self.each, wide)
+            self.take(
+                weights[None, 0], arrays["weights"], Int64(0), s * SUMS + tid * self.each, wide
+            )
             self.norm(weights[None, 0], factors, s, place)
         cute.arch.sync_threads()
         return x
@@ -145,7 +147,9 @@ class Normed(Direct):
         squares.fill(Float32(0.0))
         begin: cutlass.Constexpr = 0 if early is None else EARLY
         for s in range_constexpr(begin):
-            self.add_vectors(arrays, (first,), (early[0][None, s], early[1][None, s]), squares, s, place)
+            self.add_vectors(
+                arrays, (first,), (early[0][None, s], early[1][None, s]), squares, s, place
+            )
         for s in cutlass.range(begin, (wide + SUMS - 1) // SUMS, unroll=1):
             rX, rY = self.fragment(count), self.fragment(count)
             for r in range_constexpr(count):
@@ -175,7 +179,9 @@ class Normed(Direct):
         column = s * SUMS + tid * self.each
         if column < wide:
             words = cute.recast_tensor(rX, Uint32)
-            cute.autovec_copy(words, self.placed(to + m * self.pitch(wide) + 2 * column, self.each // 2))
+            cute.autovec_copy(
+                words, self.placed(to + m * self.pitch(wide) + 2 * column, self.each // 2)
+            )
             block, _, _ = cute.arch.block_idx()
             if (block == 0) & (m < t):
                 address = arrays["sum"].toint() + 2 * (Int64(m) * wide + column)
