@@ -86,7 +86,8 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
         floats first.
       dtype: of the result.
       implementation: the kernel's, or "xla", its reference; None: the kernel where there is one.
-      **how: `window`, `tiles`, `free`, see `ProductPlan`; `tile` and `narrow`, see `kernel_plans.plan_of`.
+      **how: `window`, `tiles`, `free`, `narrow`, see `ProductPlan`; `tile`: how many rows of x
+        tiles have.
     """
     dtype, grouped = jnp.dtype(dtype), sizes is not None
     if sums and how.get("window", BLOCK) == BLOCK:

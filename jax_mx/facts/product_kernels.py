@@ -5,9 +5,9 @@ group has its own matrix. Blocks run along K, scales are row-major. Sizes are ru
 Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N). Groups of
 "wgrad_fp8" have parts of K instead: y (G, T, N) is x (T, K) @ W (N, K)^T over each group's part of
 K. "wgrad" is the same for floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N) over each
-group's rows. "normed" is "matmul" of one group, whose x is normed before. "amaxes" is no product: it gives the largest magnitudes of the rows and the columns of
-x (batch, T, K). A quantizer of both directions needs these first where products take rows with one
-scale each.
+group's rows. "normed" is "matmul" of one group, whose x is normed before. "amaxes" is no product: it
+gives the largest magnitudes of the rows and the columns of x (batch, T, K). A quantizer of both
+directions needs these first where products take rows with one scale each.
 """
 
 import dataclasses
@@ -54,8 +54,8 @@ class ProductKernel(Compiled):
       source: the word of what makes the floats, of "amaxes": they come out, too; "": x.
       parted: whether codes of W lie in parts of the contracted axis, one behind the other: (parts,
         N, K / parts). Devices that had a part each gather them so; scales lie as ever.
-      activation: of "normed": what y is of the product, whose first half are gates; "": the product.
-      narrow: whether it is for a y of few columns, which are fewer and larger thread blocks' tiles.
+      activation: of "normed": what y is of the product, gates before ups; "": the product.
+      narrow: whether it is for a y of few columns, whose tiles larger thread blocks take.
     """
 
     formats: tuple[Format, ...]

@@ -142,7 +142,7 @@ class Normed(Direct):
         place: cutlass.Constexpr,
     ):  # fmt: skip
         """Adds the residual to some rows, keeps and stores the sums, and adds up their squares."""
-        to, sums, t, wide, tid = place
+        _, sums, t, wide, tid = place
         squares = cute.make_rmem_tensor((self.each, count), Float32)
         squares.fill(Float32(0.0))
         begin: cutlass.Constexpr = 0 if early is None else EARLY
