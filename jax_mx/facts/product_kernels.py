@@ -5,7 +5,7 @@ group has its own matrix. Blocks run along K, scales are row-major. Sizes are ru
 Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N). Groups of
 "wgrad_fp8" have parts of K instead: y (G, T, N) is x (T, K) @ W (N, K)^T over each group's part of
 K. "wgrad" is the same for floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N) over each
-group's rows. "normed" is "matmul" of one group, whose x is normed before. "amaxes" is no product: it
+group's rows. "normed" is "matmul" of one group, whose x is normed before. "amaxes" is none: it
 gives the largest magnitudes of the rows and the columns of x (batch, T, K). A quantizer of both
 directions needs these first where products take rows with one scale each.
 """
