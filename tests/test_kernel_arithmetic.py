@@ -4,6 +4,7 @@ test_emulated.py executes AMD's as a whole.
 """
 
 import inspect
+import itertools
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from jax_mx.facts.formats import (
     SCALE_NAN,
 )
 from jax_mx.facts.preprocessing import Preprocessing
-from jax_mx.facts.product_kernels import DIRECT, ProductKernel
+from jax_mx.facts.product_kernels import DIRECT, FEWEST, ProductKernel
 from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.lowering import quantizers
 from jax_mx.reference import blocks as reference
@@ -404,14 +405,14 @@ def multiplied_by_warps(a, b, sums):
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4_E2M1, MXFP6_E3M2], ids=repr)
-@pytest.mark.parametrize("parts", [1, 2])
-def test_lanes_that_load_codes_add_up_the_product(format, parts, monkeypatch):
+@pytest.mark.parametrize(("parts", "tile"), [(1, DIRECT), (2, DIRECT), (1, FEWEST)])
+def test_lanes_that_load_codes_add_up_the_product(format, parts, tile, monkeypatch):
     """All that a warp does from memory to sums: exact, with scales of 2^-127 and NaN, too."""
     vector = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_vector")
     few = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_few")
-    direct = vector.Direct(ProductKernel("matmul", "cutedsl", (format,), DIRECT), "sm_90a")
+    direct = vector.Direct(ProductKernel("matmul", "cutedsl", (format,), tile), "sm_90a")
     direct.arch = "sm_80"  # whose conversions are integers
-    rng, deep, rows, width = np.random.default_rng(0), 5, 3, 16
+    rng, deep, rows, width = np.random.default_rng(0), 5, tile - 1, 16
     k = deep * 128
     w = integers(rng, (width, k), format)
     scales = np.array(w.scales.view(np.uint8))
@@ -450,15 +451,15 @@ def test_lanes_that_load_codes_add_up_the_product(format, parts, monkeypatch):
     line = [lanes // 4 + 8 * r for r in range(2)]
     start = [n * (k // BLOCK) for n in line]
     codes, held = registers((4, 2, direct.lines, direct.steps)), registers((2, direct.steps))
-    y, acc = np.zeros((width, 8)), np.zeros((4, 32), np.float32)
+    passes = direct.passes
+    y, acc = np.zeros((width, passes, 8)), np.zeros((4 * passes, 32), np.float32)
     at = [SimpleNamespace(toint=lambda where=where: where) for where in memory.starts]
     for first in range(0, parts * deep, direct.steps):
         direct.load(*at[:2], start, codes, held, first, parts * deep, deep, lanes % 4)
         direct.multiply(acc, at[2], codes, held, 0, rows, first, parts * k, lanes)
-    for v in range(4):
-        y[lanes // 4 + 8 * (v // 2), 2 * (lanes % 4) + v % 2] = acc[v]
-    if direct.per == 1:
-        y[:, :4] += y[:, 4:]
+    for p, v in itertools.product(range(passes), range(4)):
+        y[lanes // 4 + 8 * (v // 2), p, 2 * (lanes % 4) + v % 2] = acc[4 * p + v]
+    y = y.reshape(width, -1) if direct.per == 2 else (y[..., :4] + y[..., 4:]).reshape(width, -1)
     w = changed(w, scales=[(..., scales)])
     want = sum(wanted(part, w) for part in np.split(x.astype(np.float64), parts, 1))
     np.testing.assert_array_equal(y[:, :rows].T, want.astype(np.float32))

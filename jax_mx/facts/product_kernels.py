@@ -29,8 +29,8 @@ from jax_mx.launch.chips import ARCHS
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
-# Rows of x in the smallest tiles: in the first of them W goes from memory into registers. Groups
-# and what these kernels do not serve take the second.
+# Rows of x in the smallest tiles, where W goes from memory into registers. Groups, and what such
+# kernels do not serve, take another entry of the second.
 DIRECT, FEWEST = 4, 8
 NORMED_ROWS = (4, 8)  # of "normed"
 NORMED_LENGTH = 4096  # of a row of x for "normed", which has so many rows at most; of fewer, longer

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jax_mx.facts.formats import MXFP8_E5M2
 from jax_mx.facts.product_kernels import DIRECT, FEWEST, ProductKernel
 from jax_mx.kernels.cutedsl.matmul_few import Few, Nibbles, Rings
 from jax_mx.kernels.cutedsl.matmul_free import Free, PlainFree
@@ -16,9 +17,11 @@ def entries(product: ProductKernel, arch: str, tile=None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
     plain = (PlainFree if product.free else Plain)(product, arch)
     if product.rows == DIRECT:  # what these do not serve, the next larger tiles do
-        direct = Direct(product, arch, tile)
         fewest = dataclasses.replace(product, rows=FEWEST, narrow=False)
-        return [direct, *entries(fewest, arch)]
+        return [Direct(product, arch, tile), *entries(fewest, arch)[1:]]
+    direct = []
+    if product.rows == FEWEST and product.formats != (MXFP8_E5M2,):
+        direct = [Direct(product, arch)]
     if product.rows <= FEW:
         kind = Few if product.formats[0].codes_per_byte == 1 else Nibbles
         tile = tile or Rings(**plain.tuned("Few"))
@@ -28,4 +31,4 @@ def entries(product: ProductKernel, arch: str, tile=None) -> list[ProductEntry]:
         tile = tile or CodeStages(**plain.tuned("Warps"))
         kinds = ["one"] * (tile.split > 1) + ["shared"] * tile.share + ["groups"]
         kinds += ["any"] * (not product.free)
-    return [*(kind(product, arch, which, tile) for which in kinds), plain]
+    return [*direct, *(kind(product, arch, which, tile) for which in kinds), plain]

@@ -1,14 +1,14 @@
-"""y = x @ dequantize(W)^T for up to four rows of x: codes go from memory into registers.
+"""y = x @ dequantize(W)^T for up to eight rows of x: codes go from memory into registers.
 
 `Direct` computes y^T = W x^T by mma.sync, 16 rows of W a thread block. The warps of a thread block
 share K. A warp loads some blocks of each row, and when it has used these, its next ones, also of
 the next tile: so it waits for others only where all sums meet in shared memory. Few registers leave
-room for many thread blocks, which hide that waiting. Four rows of x take half of the columns that
-mma.sync has:
+room for many thread blocks, which hide that waiting. Mma.sync has eight columns:
 
-* Codes of a byte: four lanes have 64 bytes of a row, two blocks. So x stands twice in the columns,
-  once with zeros where the second block is, once where the first one is: each sum is of one block
-  and meets its own scale. An infinite code times a zero would not be a number: E5M2 has `Few`.
+* Codes of a byte: four lanes have 64 bytes of a row, two blocks. So four rows of x stand twice in
+  the columns, once with zeros where the second block is, once where the first one is: each sum is
+  of one block and meets its own scale. Eight rows take two such products. An infinite code times a
+  zero would not be a number: E5M2 has `Few`.
 * Codes of four bits: a lane has a block, whose elements it multiplies by the scale, as `Nibbles`
   does.
 
@@ -60,14 +60,14 @@ class Lines:
 
 
 class Direct(ProductEntry):
-    """See above; of no groups, or of groups of as many rows each, four at a time."""
+    """See above; of no groups, or of groups of as many rows each, four or eight at a time."""
 
-    rows = 4
     columns = 16  # rows of W
     elements_per_thread = 1
 
     def __init__(self, product: ProductKernel, arch: str, tile: Lines | None = None):
         super().__init__(product, arch)
+        self.rows = product.rows
         (self.format,) = product.formats
         tile = tile or Lines(**self.tuned("Direct"))
         self.warps, self.steps, self.resident = tile.warps, tile.steps, tile.resident

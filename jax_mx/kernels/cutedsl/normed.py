@@ -31,7 +31,6 @@ class Normed(Direct):
     dtypes = ("bfloat16",)
 
     def __init__(self, product: ProductKernel, arch: str, tile: Lines | None = None):
-        self.rows = product.rows
         super().__init__(product, arch, tile)
         self.columns = 8 if product.activation else 16
         self.at_once = 1 << max(4 - self.resident, 0)  # rows whose vectors registers have room for
