@@ -19,9 +19,6 @@ def entries(product: ProductKernel, arch: str, tile=None) -> list[ProductEntry]:
     if product.rows == DIRECT:  # what these do not serve, the next larger tiles do
         fewest = dataclasses.replace(product, rows=FEWEST, narrow=False)
         return [Direct(product, arch, tile), *entries(fewest, arch)[1:]]
-    direct = []
-    if product.rows == FEWEST and product.formats != (MXFP8_E5M2,):
-        direct = [Direct(product, arch)]
     if product.rows <= FEW:
         kind = Few if product.formats[0].codes_per_byte == 1 else Nibbles
         tile = tile or Rings(**plain.tuned("Few"))
@@ -31,4 +28,6 @@ def entries(product: ProductKernel, arch: str, tile=None) -> list[ProductEntry]:
         tile = tile or CodeStages(**plain.tuned("Warps"))
         kinds = ["one"] * (tile.split > 1) + ["shared"] * tile.share + ["groups"]
         kinds += ["any"] * (not product.free)
-    return [*direct, *(kind(product, arch, which, tile) for which in kinds), plain]
+    every = [*(kind(product, arch, which, tile) for which in kinds), plain]
+    takes_codes = product.rows == FEWEST and product.formats != (MXFP8_E5M2,)
+    return [Direct(product, arch), *every] if takes_codes else every
