@@ -9,6 +9,7 @@
 import argparse
 import re
 import runpy
+import sys
 import tempfile
 import time
 from functools import partial
@@ -18,6 +19,9 @@ import jax
 import jax.numpy as jnp
 
 import jax_mx
+
+sys.path.append(str(Path(__file__).parent))
+from attention_kernels.function import decode_attention, parts, turns_of  # noqa: E402
 
 LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
@@ -46,28 +50,23 @@ def normed_product(config, x, more, weight, w, activation=None):
     return y, x
 
 
-def rotated(x, positions, theta):
-    """(B, S, heads, D) turned by their positions (S,)."""
-    angles = positions[:, None, None] * theta ** -jnp.linspace(0, 1, x.shape[-1] // 2, False)
-    (a, b), cos, sin = jnp.split(x.astype(jnp.float32), 2, -1), jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-
 def layer(config, w, cache, x, more, start):
-    """A layer of a prompt (B, S, width), or of a token at position `start`; and its cache.
+    """A layer of a prompt (B, S, width) at its start, or of a token; and its cache.
 
     Its input is x + more, and so is its output: the next norm adds them.
     """
-    (b, s, _), heads, d = x.shape, config["num_attention_heads"], config["head_dim"]
-    positions, theta = (start + jnp.arange(s)).astype(jnp.float32), config["rope_theta"]
+    (b, s, _), heads, groups = x.shape, config["num_attention_heads"], cache.shape[2] // 2
+    turns = turns_of(start + jnp.arange(s), config["rope_theta"], config["head_dim"])
     qkv, x = normed_product(config, x, more, w["input_layernorm"], w["self_attn.qkv_proj"])
-    qkv = qkv.reshape(b, s, -1, d)
-    q, k, v = jnp.split(qkv, [heads, heads + config["num_key_value_heads"]], 2)
-    put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
-    cache = [*map(put, cache, (rotated(k, positions, theta), v))]
-    seen = {"is_causal": s > 1, "key_value_seq_lengths": jnp.full(b, start + s, jnp.int32)}
-    q = rotated(q, positions, theta)
-    y = jax.nn.dot_product_attention(q, *cache, **seen, implementation=ATTENTION)
+    qkv = qkv.reshape(b, s, heads + 2 * groups, -1)
+    if s == 1:
+        each = jnp.broadcast_to(turns[None], (b, 1, 1, turns.shape[2]))
+        y, cache = decode_attention(qkv, cache, each, jnp.full((b, 1, 1, 1), start))
+    else:
+        q, kv = parts(qkv, turns, groups)
+        k, v = jnp.split(kv, 2, 2)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=ATTENTION)
+        cache = jax.lax.dynamic_update_slice_in_dim(cache, kv, start, axis=1)
     more = product(y.reshape(b, s, -1), w["self_attn.o_proj"])
     between = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
     y, x = normed_product(config, x, more, *between)
@@ -85,9 +84,9 @@ def forward(config, model, cache, tokens, start):
 
 
 def empty_cache(config, batch, length):
-    """Keys and values (B, length, heads, D) of each layer."""
-    shape = batch, length, config["num_key_value_heads"], config["head_dim"]
-    return [[jnp.zeros(shape, jnp.bfloat16)] * 2 for _ in range(config["num_hidden_layers"])]
+    """Keys and values (B, length, 2 heads, D) of each layer."""
+    shape = batch, length, 2 * config["num_key_value_heads"], config["head_dim"]
+    return [jnp.zeros(shape, jnp.bfloat16) for _ in range(config["num_hidden_layers"])]
 
 
 def generate(config, steps, model, prompt):
