@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import jax_mx
 
 sys.path.append(str(Path(__file__).parent))
-from attention_kernels.function import decode_attention, parts, turns_of  # noqa: E402
+from attention_kernels.function import decode_attention, parts, turns_of
 
 LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}

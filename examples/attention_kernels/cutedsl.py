@@ -57,8 +57,12 @@ class DecodeAttention(Kernel):
         tops, totals = shared(SHARED, warps + 1), shared(SHARED, warps + 1)
         sums = shared(warps, SHARED * D)
         length = cute.make_tensor(lengths + b, cute.make_layout(1))[0]
+        length = cutlass.max(cutlass.min(length, most - 1), Int32(0))
+        first = (Int64(b) * most * heads + g) * D
+        ahead = self.fragments()  # what is far away is asked for first
+        self.load(ahead, cache, first, groups, tid // LANES * AT_ONCE, length)
         end = updated + (Int64(b) * most + length) * (heads * D)
-        self.turn(qkv, turns, end, queries, own, b, g, groups, tid)
+        self.turn(qkv, turns, end, (queries, own), (b, g, groups, tid))
         cute.arch.sync_threads()
         if warp < SHARED:
             score = Float32(0)
@@ -68,8 +72,7 @@ class DecodeAttention(Kernel):
             if lane == 0:
                 tops[warp, warps] = score
                 totals[warp, warps] = Float32(1)
-        first = (Int64(b) * most * heads + g) * D
-        self.attend(cache, queries, tops, totals, sums, first, groups, length, tid)
+        self.attend(ahead, cache, queries, (tops, totals, sums), (first, groups, length, tid))
         cute.arch.sync_threads()
         h, d = tid // D, tid % D
         top = tops[h, warps]
@@ -85,8 +88,9 @@ class DecodeAttention(Kernel):
         cute.make_tensor(y + at, cute.make_layout(1))[0] = BFloat16(found / total)
 
     @cute.jit
-    def turn(self, qkv, turns, end, queries, own, b, g, groups, tid):
+    def turn(self, qkv, turns, end, to, place):
         """Queries and the key are turned by their position; the key and the value are stored."""
+        (queries, own), (b, g, groups, tid) = to, place
         i, of = tid % (D // 2), tid // (D // 2)  # of: queries, then the key, then the value
         heads = groups * (SHARED + 2)
         head = g * SHARED + of
@@ -112,8 +116,9 @@ class DecodeAttention(Kernel):
                 mY[i + D // 2] = high
 
     @cute.jit
-    def attend(self, cache, queries, tops, totals, sums, first, groups, length, tid):
+    def attend(self, ahead, cache, queries, to, place):
         """Each half of a warp's sums over its tokens of the cache; both halves' together."""
+        (tops, totals, sums), (first, groups, length, tid) = to, place
         n = D // LANES
         warp, lane = tid // 32, tid % 32
         part = lane % LANES
@@ -130,14 +135,8 @@ class DecodeAttention(Kernel):
                 q[i, h] = queries[h, part * n + i]
         for start in range(warp * (2 * AT_ONCE), length, apart):
             token = start + lane // LANES * AT_ONCE
-            k = cute.make_rmem_tensor((n, AT_ONCE), BFloat16)
-            v = cute.make_rmem_tensor((n, AT_ONCE), BFloat16)
-            for t in range_constexpr(AT_ONCE):
-                here = cutlass.min(token + t, length - 1)
-                at = first + Int64(here) * (2 * groups * D) + part * n
-                cute.autovec_copy(vector(cache, at), k[None, t])
-                cute.autovec_copy(vector(cache, at + groups * D), v[None, t])
-            self.add(q, k, v, acc, top, total, token, length)
+            self.add(q, ahead, acc, top, total, token, length)
+            self.load(ahead, cache, first, groups, token + apart, length)
         for h in range_constexpr(SHARED):
             other = cute.arch.shuffle_sync_bfly(top[h], offset=LANES)
             most = cute.arch.fmax(top[h], other)
@@ -153,10 +152,27 @@ class DecodeAttention(Kernel):
                 tops[h, warp] = most
                 totals[h, warp] = all_
 
+    def fragments(self):
+        """A lane's part of keys and of values."""
+        return [cute.make_rmem_tensor((D // LANES, AT_ONCE), BFloat16) for _ in range(2)]
+
     @cute.jit
-    def add(self, q, k, v, acc, top, total, token, length):
+    def load(self, to, cache, first, groups, token, length):
+        """Loads these parts from a token on, of the last one beyond the end."""
+        k, v = to
+        if length > 0:
+            for t in range_constexpr(AT_ONCE):
+                here = cutlass.min(token + t, length - 1)
+                lane = cute.arch.lane_idx() % LANES
+                at = first + Int64(here) * (2 * groups * D) + lane * (D // LANES)
+                cute.autovec_copy(vector(cache, at), k[None, t])
+                cute.autovec_copy(vector(cache, at + groups * D), v[None, t])
+
+    @cute.jit
+    def add(self, q, ahead, acc, top, total, token, length):
         """Adds some tokens; none beyond the end counts."""
         n = D // LANES
+        k, v = ahead
         for h in range_constexpr(SHARED):
             scores = []
             for t in range_constexpr(AT_ONCE):
