@@ -1,8 +1,8 @@
 """The baselines of an op: a copy of as many bytes, and XLA at its best.
 
 A user without kernels writes such code in JAX, in floats. It is right on ordinary data only: NaNs,
-infinities and float32 subnormals are `jax_mx.reference`'s business. For an honest comparison there
-are several versions, and the fastest one counts.
+infinities and float32 subnormals are `jax_mx.quantizing.reference`'s business. For an honest
+comparison there are several versions, and the fastest one counts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.shapes import Form
-from jax_mx.arrays.views import pack, unpack
-from jax_mx.facts.formats import (
+from jax_mx.formats.formats import (
     BLOCK,
     FORMATS,
     MXFP8_E4M3,
@@ -29,8 +28,9 @@ from jax_mx.facts.formats import (
     Format,
     Scaling,
 )
-from jax_mx.facts.layouts import SCALE_LAYOUTS, ScaleLayout
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.formats.layouts import SCALE_LAYOUTS, ScaleLayout
+from jax_mx.formats.views import pack, unpack
+from jax_mx.quantizing.mxarray import MXArray
 
 # From blocks and their amax (1 where the blocks have 32) to elements / scale and the scale's byte.
 Variant = Callable[[jax.Array, jax.Array, Format, Scaling], tuple[jax.Array, jax.Array]]

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import jax_mx
 from benchmarks import products
 from benchmarks.runner import Args, Case, Row, brief, wanted
-from jax_mx.facts.formats import MXFP8_E4M3
+from jax_mx.formats.formats import MXFP8_E4M3
 
 OURS = "regex:matmul|wgrad|quantize|amaxes"  # XLA's have other names
 METRICS = {  # of ncu, and what the row says: of several the largest

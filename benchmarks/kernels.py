@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.kernel_plans import (
     by_plan,
     floats_plan_of,
@@ -15,6 +14,7 @@ from jax_mx.products.kernel_plans import (
     strips_of,
     wgrad_plan_of,
 )
+from jax_mx.quantizing.mxarray import MXArray
 
 
 def by_kernel(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from benchmarks import shapes, timing
-from jax_mx.facts.formats import BLOCK
+from jax_mx.formats.formats import BLOCK
 
 Case = Mapping[str, Any]  # a row's names, but that its shape is a list of numbers
 Tensors = tuple[Any, ...]

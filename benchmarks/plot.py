@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from benchmarks import shapes
 from benchmarks.record import RESULTS
 from benchmarks.report import one_run, read
-from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.quantizing.registry import IMPLEMENTATIONS
 
 Row = Mapping[str, Any]
 OVERVIEW = RESULTS / "speed.png"

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from benchmarks.products import PRODUCTS, Multiplied
 from benchmarks.runner import Args, Case, Row
-from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, Format
+from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, Format
 
 SHARED = 128  # bytes that shared memory, or LDS, gives in a clock
 

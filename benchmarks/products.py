@@ -23,9 +23,9 @@ import jax_mx
 from benchmarks import peers, timing
 from benchmarks.kernels import by_kernel
 from benchmarks.runner import Args, Case, Row, Timed, repeats
-from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, SCALE_DTYPE, Format
-from jax_mx.facts.layouts import ROW_MAJOR
-from jax_mx.facts.windows import ROW
+from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, SCALE_DTYPE, Format
+from jax_mx.formats.layouts import ROW_MAJOR
+from jax_mx.formats.windows import ROW
 
 REST = 0.5  # seconds before each measurement: a hot chip is slower
 Way = tuple[str, Callable, Callable]  # name, how a key makes the weights, the product

@@ -22,19 +22,19 @@ import jax_mx
 from benchmarks import baselines, peers, shapes, timing
 from benchmarks.requirements import checks as checks
 from benchmarks.runner import Args, Case, Row, brief, repeats
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
-from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.sources import Source, X
-from jax_mx.facts.windows import Window
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.formats.layouts import SCALE_LAYOUTS
+from jax_mx.formats.windows import Window
 from jax_mx.launch.chips import arch_of, dsl_of
 from jax_mx.launch.targets import chip_of
-from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.norms.source import NormSource
-from jax_mx.ops.quantizing import WithSums
-from jax_mx.reference import rows_of
-from jax_mx.sources.gated import GatedSource
-from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rows import RowsSource
+from jax_mx.quantizing.calling import WithSums
+from jax_mx.quantizing.facts.sources import Source, X
+from jax_mx.quantizing.reference import rows_of
+from jax_mx.quantizing.registry import IMPLEMENTATIONS
+from jax_mx.quantizing.sources.gated import GatedSource
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.sources.rows import RowsSource
 
 _quantized = jax.jit(
     jax_mx.quantize, static_argnames=("format", "axis", "scaling", "scale_layout", "block")
@@ -104,11 +104,11 @@ class Quantizer:
     @property
     def how(self) -> dict[str, Any]:
         """The keywords that quantizing ops have for the preprocessing."""
-        kinds = shapes.PREPROCESSING[self.preprocessing]
+        modes = shapes.PREPROCESSING[self.preprocessing]
         found: dict[str, Any] = {} if self.window == BLOCK else {"window": self.window}
         signs, key = np.arange(64) % 3 == 0, jax.random.key(0)
-        hadamards = [jax_mx.Hadamard(h, signs[:h]) if h else None for h, *_ in kinds]
-        roundings = [jax_mx.Stochastic(key) if sr else None for _, sr, *_ in kinds]
+        hadamards = [jax_mx.Hadamard(h, signs[:h]) if h else None for h, *_ in modes]
+        roundings = [jax_mx.Stochastic(key) if sr else None for _, sr, *_ in modes]
         for name, each in (("hadamard", hadamards), ("rounding", roundings)):
             if any(each):
                 found[name] = each[0] if len(each) == 1 else tuple(each)
@@ -117,8 +117,8 @@ class Quantizer:
     @property
     def words(self) -> int:
         """Bytes of words that the preprocessing takes."""
-        axes, kinds = shapes.FORMS[self.form].axes, shapes.PREPROCESSING[self.preprocessing]
-        random = sum(kind.stochastic for kind in kinds) * len(axes) // max(len(kinds), 1)
+        axes, modes = shapes.FORMS[self.form].axes, shapes.PREPROCESSING[self.preprocessing]
+        random = sum(mode.stochastic for mode in modes) * len(axes) // max(len(modes), 1)
         return 4 * math.prod(self.shape) // BLOCK * random
 
     def functions(self) -> tuple[Callable[..., Any], dict[str, Callable[..., Any]]]:
@@ -307,12 +307,12 @@ def quantizers(args: Args) -> Iterator[Quantizer]:
     axes: Any = (args.preprocessing, args.source, forms, lengths, args.dtype, args.format)
     axes = map(dict.fromkeys, (*axes, args.scaling, args.scale_layout))
     for preprocessing, source, name, shape, *rest in itertools.product(*axes):
-        form, kinds = shapes.FORMS[name], shapes.PREPROCESSING[preprocessing]
+        form, modes = shapes.FORMS[name], shapes.PREPROCESSING[preprocessing]
         if source and (form.op == "dequantize" or len(shape) != 2):
             continue  # they are those of a matrix to quantize
-        if kinds and (form.op == "dequantize" or form.square):
+        if modes and (form.op == "dequantize" or form.square):
             continue  # codes are preprocessed no more; a transform has one axis
-        if len(kinds) > len(form.axes) or (form.square and SCALE_LAYOUTS[rest[-1]].is_tiled):
+        if len(modes) > len(form.axes) or (form.square and SCALE_LAYOUTS[rest[-1]].is_tiled):
             continue  # scales of squares are row-major
         if form.fits(shape) or shape not in catalogue:  # a shape typed in may fail
             names = dict(zip(("dtype", "format", "scaling", "scale_layout"), rest, strict=True))

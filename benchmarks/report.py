@@ -11,7 +11,7 @@ import jax
 from rich.table import Table
 from rich.text import Text
 
-from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.quantizing.registry import IMPLEMENTATIONS
 
 Row = Mapping[str, Any]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks import shapes
 from benchmarks.runner import Args, Row
-from jax_mx.lowering.registry import IMPLEMENTATIONS
+from jax_mx.quantizing.registry import IMPLEMENTATIONS
 
 
 def checks(args: Args, rows: Sequence[Row]) -> Iterator[tuple[bool, str]]:

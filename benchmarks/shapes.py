@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jax_mx.facts import directions
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.kinds import Kind
-from jax_mx.facts.sources import Source
+from jax_mx.formats import directions
+from jax_mx.formats.formats import BLOCK
 from jax_mx.norms.source import NormSource
-from jax_mx.sources.gated import ACTIVE, GatedSource
-from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rows import RowsSource
+from jax_mx.quantizing.facts.modes import Mode
+from jax_mx.quantizing.facts.sources import Source
+from jax_mx.quantizing.sources.gated import ACTIVE, GatedSource
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.sources.rows import RowsSource
 
 Shape = tuple[int, ...]
 
@@ -88,15 +88,15 @@ FORMS: Mapping[str, Form] = {
 # What is done to elements before, by name: of either direction, or of the last axis and of the one
 # before. Transforms have signs, known when the program is traced. Random rounding takes a word per
 # block, which counts as moved once; making the words takes a part of the time.
-PREPROCESSING: Mapping[str, tuple[Kind, ...]] = {
+PREPROCESSING: Mapping[str, tuple[Mode, ...]] = {
     "none": (),
-    "h16": (Kind(16),),
-    "h32": (Kind(32),),
-    "h64": (Kind(64),),
-    "sr": (Kind(stochastic=True),),
-    "h16_sr": (Kind(16, stochastic=True),),
-    "rn_h16": (Kind(), Kind(16)),
-    "sr_h16_sr": (Kind(stochastic=True), Kind(16, stochastic=True)),
+    "h16": (Mode(16),),
+    "h32": (Mode(32),),
+    "h64": (Mode(64),),
+    "sr": (Mode(stochastic=True),),
+    "h16_sr": (Mode(16, stochastic=True),),
+    "rn_h16": (Mode(), Mode(16)),
+    "sr_h16_sr": (Mode(stochastic=True), Mode(16, stochastic=True)),
 }
 
 

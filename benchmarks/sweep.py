@@ -1,4 +1,4 @@
-"""Measures candidate tiles; the tables in jax_mx/kernels/*/tuning come from here.
+"""Measures candidate tiles; the tables in jax_mx/quantizing/kernels/*/tuning come from here.
 
 python -m benchmarks sweep show [--name NAME ...]          # what was measured before, of its row
 python -m benchmarks sweep build FOLDER [--name NAME ...]  # anywhere: compiles the candidates
@@ -7,10 +7,10 @@ python -m benchmarks sweep run FOLDER [--name NAME ...]    # on the GPU: times a
 NAME is a binary's: of windows, preprocessing, rows, activations, norms, or a product. Without one,
 --op, --form and --dtype say which quantizers. `run` takes the call that such a binary serves, at
 --shape. For a product it takes each of the cases below in which the launch picks the binary. It
-ends with the rows of the chip's table, see jax_mx/kernels/tuning.py: for each binary the fastest
-candidate that gives the reference's bytes. `--table FILE` writes the rows as a module, for an arch
-without a table. It adds the figures of all candidates to the JSON lines next to that file. A person
-decides, by a row's "where", whether it holds for more entries than those measured.
+ends with the rows of the chip's table, see jax_mx/quantizing/kernels/tuning.py: for each binary the
+fastest candidate that gives the reference's bytes. `--table FILE` writes the rows as a module, for
+an arch without a table. It adds the figures of all candidates to the JSON lines next to that file.
+A person decides, by a row's "where", whether it holds for more entries than those measured.
 
 A record is one measurement. "kernel" and "where" name its row; "case" and "shape" name the
 computation, "value" the tile. A "note" says how the kernel differed from today's; with a null
@@ -35,16 +35,16 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks import shapes
-from jax_mx.facts.directions import FORMS, LAST
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
-from jax_mx.facts.kinds import Kind
-from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.product_kernels import PRODUCTS, TILE, Binary, ProductKernel
-from jax_mx.facts.variants import Variant, layouts_of
-from jax_mx.kernels import tuning
-from jax_mx.kernels.shipped import existing
+from jax_mx.formats.directions import FORMS, LAST
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3
+from jax_mx.formats.layouts import SCALE_LAYOUTS
 from jax_mx.norms.source import NormSource
-from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.facts.modes import Mode
+from jax_mx.quantizing.facts.product_kernels import PRODUCTS, TILE, Binary, ProductKernel
+from jax_mx.quantizing.facts.variants import Variant, layouts_of
+from jax_mx.quantizing.kernels import tuning
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.shipping.shipped import existing
 
 if TYPE_CHECKING:
     import jax
@@ -95,7 +95,7 @@ CASES = {
 
 def candidates(variant: Binary) -> Iterator[Any]:
     """The values of `tile` worth a try for the binary's kernel class."""
-    from jax_mx.kernels.cutedsl import dequantize, kernel
+    from jax_mx.quantizing.kernels.cutedsl import dequantize, kernel
 
     if isinstance(variant, ProductKernel):
         yield from _of_products(variant)
@@ -129,7 +129,7 @@ def candidates(variant: Binary) -> Iterator[Any]:
 
 def _of_tiles(variant: Variant) -> Iterator[Any]:
     """How many tiles, in which order, and how many are a cluster, which has whole windows."""
-    from jax_mx.kernels.cutedsl import tiled
+    from jax_mx.quantizing.kernels.cutedsl import tiled
 
     sizes = ((1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4))
     for (down, across), band in itertools.product(sizes, (1, 16, 64)):
@@ -145,7 +145,7 @@ def _of_tiles(variant: Variant) -> Iterator[Any]:
 
 def _of_whole_rows() -> Iterator[Any]:
     """Half or all of the threads that registers hold."""
-    from jax_mx.kernels.cutedsl import whole_rows
+    from jax_mx.quantizing.kernels.cutedsl import whole_rows
 
     for threads, kept, running in itertools.product((128, 256, 512), (4, 8), (512, 1024)):
         yield whole_rows.Share(threads, kept, running // threads)
@@ -159,15 +159,15 @@ def _of_norms(variant: Variant) -> Iterator[Any]:
             yield norms.Whole(threads, 4, rows)
         return
     sizes = ((4, 2, 2), (4, 4, 4), (8, 2, 4))
-    for (down, across, each), lag in itertools.product(sizes, (2, 3, 4, 5, 6)):
-        yield norms.Bands(down, across, each=each, lag=lag)
+    for (down, across, share), lag in itertools.product(sizes, (2, 3, 4, 5, 6)):
+        yield norms.Bands(down, across, share=share, lag=lag)
 
 
 def _of_products(product: ProductKernel) -> Iterator[Any]:
     """The tile that Hopper's table has, and those that differ from it in one field."""
     what, value = chosen(product, "sm_90a")
     module, name = TILES[what]
-    tile = getattr(importlib.import_module(f"jax_mx.kernels.cutedsl.{module}"), name)(**value)
+    tile = getattr(importlib.import_module(f"jax_mx.products.cutedsl.{module}"), name)(**value)
     yield tile
     for field in dataclasses.fields(tile):
         own = getattr(tile, field.name)
@@ -185,7 +185,7 @@ def chosen(
     Raises:
       ValueError: its entries have no tile to choose.
     """
-    module = importlib.import_module(f"jax_mx.kernels.cutedsl.{variant.op}")
+    module = importlib.import_module(f"jax_mx.{variant.ROOM}.cutedsl.{variant.op}")
     found = []
 
     def choose(what: str, *where: Any, real: Callable = tuning.choose) -> Any:
@@ -243,10 +243,9 @@ def build(folder: Path, arch: str, variants: Sequence[Binary]) -> None:
 
 def _compile(arch: str, variant: Binary, tile: Any) -> tuple[bytes, dict[str, Any] | str]:
     """A binary and the facts that launch it; or nothing, and why there is none."""
-    from jax_mx.kernels.cutedsl.compile import compile_variant
-
+    compiling = importlib.import_module(f"jax_mx.{variant.ROOM}.cutedsl.compile")
     try:
-        return compile_variant(variant, arch, tile=tile)
+        return compiling.compile_variant(variant, arch, tile=tile)
     except Exception as error:  # the tile is too large, or the kernel cannot have it
         return b"", " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
@@ -355,16 +354,16 @@ def calls(variant: Binary, shape: shapes.Shape, layout: str) -> Iterator[Call]:
 
     form = shapes.form_of(variant.op, variant.form)
     sources = {made: name for name, made in shapes.SOURCES.items()}
-    kinds = tuple(kind._replace(window=BLOCK) for kind in variant.kinds)
-    treated = {(): "none", (Kind(),): "none", (Kind(), Kind()): "none"}
+    modes = tuple(mode._replace(window=BLOCK) for mode in variant.modes)
+    treated = {(): "none", (Mode(),): "none", (Mode(), Mode()): "none"}
     treated |= {its: name for name, its in shapes.PREPROCESSING.items()}
     known = not variant.source or variant.source in sources
-    if form is None or kinds not in treated or not known or len({*variant.formats}) > 1:
+    if form is None or modes not in treated or not known or len({*variant.formats}) > 1:
         print(f"{variant.name}: no case measures it")
         return
     case = Quantizer(
         form, shape, variant.dtype, variant.formats[0].name, "rceil", layout,
-        variant.implementation, treated[kinds], sources.get(variant.source, ""), variant.window,
+        variant.implementation, treated[modes], sources.get(variant.source, ""), variant.window,
     )  # fmt: skip
     # A kernel's arguments may be a tuple already.
     tupled = isinstance(jax.eval_shape(case.make, jax.random.key(0)), tuple)
@@ -579,7 +578,7 @@ def main() -> None:
         and str(v.form) in args.form
         and v.dtype in args.dtype
         and set(v.formats) == {MXFP8_E4M3}
-        and not (v.kinds or v.source)
+        and not (v.modes or v.source)
     ]
     try:
         if args.action == "show":

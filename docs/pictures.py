@@ -23,12 +23,11 @@ from benchmarks import plot, shapes
 from benchmarks.record import RESULTS
 from benchmarks.report import read
 from docs import tables
-from jax_mx.arrays import views
-from jax_mx.facts import layouts, windows
-from jax_mx.facts.directions import Blocks
-from jax_mx.facts.formats import BLOCK, FORMATS, SCALE_DTYPE, SCALINGS
-from jax_mx.lowering import registry
-from jax_mx.ops.planning import Options, planned
+from jax_mx.formats import layouts, views, windows
+from jax_mx.formats.directions import Blocks
+from jax_mx.formats.formats import BLOCK, FORMATS, SCALE_DTYPE, SCALINGS
+from jax_mx.quantizing import registry
+from jax_mx.quantizing.planning import Options, planned
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, PURPLE, YELLOW, SKY = (
@@ -148,7 +147,7 @@ def losses() -> Figure:
 
 
 # ---- forms ---------------------------------------------------------------------------------------
-MATRIX = (64, 96)  # as in jax_mx/facts/directions.py
+MATRIX = (64, 96)  # as in jax_mx/formats/directions.py
 
 
 def forms() -> Figure:
@@ -265,19 +264,19 @@ def path() -> Figure:
     q = jax.eval_shape(functools.partial(jax_mx.quantize, **options), x)
     call = ", ".join(f"{key}={value!r}" for key, value in options.items())
     stations = [
-        ("ops.quantize", f"quantize(x, {call})", f"x {shape} bfloat16"),
-        ("ops.planning", "one call, canonical: a Plan; a bad call raises here",
+        ("quantizing.quantize", f"quantize(x, {call})", f"x {shape} bfloat16"),
+        ("quantizing.planning", "one call, canonical: a Plan; a bad call raises here",
          f"form {plan.form}, {plan.format.name}, {plan.scale_layout.name}"),
-        ("ops.quantizing", "the operands: x in whole blocks, with what each block needs beside it",
+        ("quantizing.calling", "operands: x in whole blocks, and what each block needs beside it",
          f"blocks of {plan.block}, tiles of {plan.scale_layout.tile}"),
-        ("arrays.views", "x as the kernel sees it; a bitcast to XLA",
+        ("formats.views", "x as the kernel sees it; a bitcast to XLA",
          f"view {viewed}, in memory order {view.operand}"),
-        ("lowering.registry", f"which implementation serves the plan on {chip}", name),
+        ("quantizing.registry", f"which implementation serves the plan on {chip}", name),
         ("launch.store", "the kernel by its content key: package, cache, or compiled now",
          "sha256, launch rule"),
         ("launch.calls", "one custom call in the program", "jax_mx: pointers and dimensions"),
         ("ffi/launch.cc", "loads the binary, computes the grid, launches", "on XLA's stream"),
-        ("ops.mxarray", "MXArray", f"values {q.values.shape}, scales {q.scales.shape}"),
+        ("quantizing.mxarray", "MXArray", f"values {q.values.shape}, scales {q.scales.shape}"),
     ]  # fmt: skip
     figure = Figure(figsize=(9, 0.75 * len(stations)), layout="constrained")
     axes = figure.add_subplot()

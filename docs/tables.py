@@ -19,20 +19,22 @@ from benchmarks import shapes
 from benchmarks.record import LARGE, RESULTS, command
 from benchmarks.report import one_run, read
 from jax_mx.command.multiplying import multiplying
-from jax_mx.facts import amd, formats, verified
-from jax_mx.facts.formats import FORMATS
-from jax_mx.facts.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
-from jax_mx.facts.sources import Source, X
-from jax_mx.facts.variants import differ_in_bits, variants
-from jax_mx.facts.windows import ROW
-from jax_mx.kernels.shipped import SOURCES, existing
+from jax_mx.formats import formats
+from jax_mx.formats.formats import FORMATS
+from jax_mx.formats.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
+from jax_mx.formats.windows import ROW
 from jax_mx.launch.chips import ARCHS
-from jax_mx.lowering.registry import IMPLEMENTATIONS
 from jax_mx.norms.source import NormSource
 from jax_mx.products import tcgen05
-from jax_mx.sources.gated import GatedSource
-from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.gated_pair import GatedPairSource
+from jax_mx.quantizing.facts import amd
+from jax_mx.quantizing.facts.sources import Source, X
+from jax_mx.quantizing.facts.variants import differ_in_bits, variants
+from jax_mx.quantizing.registry import IMPLEMENTATIONS
+from jax_mx.quantizing.sources.gated import GatedSource
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.sources.gated_pair import GatedPairSource
+from jax_mx.shipping import verified
+from jax_mx.shipping.shipped import SOURCES, existing
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -89,7 +91,7 @@ def kernels() -> list[str]:
     for v in existing():
         if v.implementation != "cutedsl":
             continue
-        before = "".join(kind.suffix or "_rn" for kind in v.kinds)[1:].replace("_", " ")
+        before = "".join(mode.suffix or "_rn" for mode in v.modes)[1:].replace("_", " ")
         before = f"{before} {v.source}".strip()
         key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
         row = found.setdefault(key, {"forms": {}, "formats": {}})
@@ -280,10 +282,10 @@ def _kernel_of(row: Mapping[str, Any]) -> str:
     """The name of the variant that a row measured; empty of what goes between transposes."""
     name, _, preprocessing = row["form"].partition(", ")
     form = shapes.FORMS[name]
-    kinds = shapes.PREPROCESSING[preprocessing or "none"]
-    if form.kernel.is_both and len(kinds) == 1:
-        kinds *= 2
-    for v in variants("cutedsl", form.op.removesuffix("_both"), X, kinds):
+    modes = shapes.PREPROCESSING[preprocessing or "none"]
+    if form.kernel.is_both and len(modes) == 1:
+        modes *= 2
+    for v in variants("cutedsl", form.op.removesuffix("_both"), X, modes):
         if (v.form, v.dtype) == (form.kernel, row["dtype"]):
             if {f.name for f in v.formats} == {row["format"]}:
                 return v.name

@@ -23,10 +23,10 @@ from helpers import lowered_apart, stand_in
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
-from jax_mx.facts import verified
-from jax_mx.kernels.shipped import BINARIES
 from jax_mx.launch import store, targets
 from jax_mx.launch.chips import ARCHS, arch_of, dsl_of
+from jax_mx.shipping import verified
+from jax_mx.shipping.shipped import BINARIES
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -12,13 +12,13 @@ import pytest
 from helpers import call, covering, op_of, operand, random_bits, with_zeros
 from jax.extend.core import jaxpr_as_fun
 
-from jax_mx.facts.directions import LAST
-from jax_mx.facts.formats import BLOCK
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats.directions import LAST
+from jax_mx.formats.formats import BLOCK
 from jax_mx.launch import store
 from jax_mx.launch.chips import ARCHS
 from jax_mx.launch.code_object import CodeObject
 from jax_mx.launch.emulation.memory import Global
+from jax_mx.shipping.shipped import SHIPPED
 
 POISON = 0xA7
 # Those of rows have tests of their own, tests/test_rows.py.
@@ -40,13 +40,13 @@ def few(binaries) -> list[tuple]:
     def has(binary):
         variant, arch = binary
         own = {variant.form, variant.dtype, *variant.formats, arch}
-        for kind in variant.kinds:
+        for mode in variant.modes:
             there = {
-                "hadamard": kind.hadamard > 0,
-                "stochastic": kind.stochastic,
-                "window": kind.window != BLOCK,
-                "flat floats": kind.dequantized and variant.form == LAST,
-                "tiled floats": kind.dequantized and variant.form != LAST,
+                "hadamard": mode.hadamard > 0,
+                "stochastic": mode.stochastic,
+                "window": mode.window != BLOCK,
+                "flat floats": mode.dequantized and variant.form == LAST,
+                "tiled floats": mode.dequantized and variant.form != LAST,
             }
             own |= {name for name, is_there in there.items() if is_there}
         return {(variant.op, each) for each in own} | {(arch, variant.dtype)}

@@ -9,11 +9,11 @@ import pytest
 from helpers import by_kernel, poison_memory
 
 import jax_mx
-from jax_mx.facts.formats import BLOCK, SCALE_DTYPE
-from jax_mx.facts.layouts import ROW_MAJOR
-from jax_mx.facts.product_kernels import PRODUCTS
-from jax_mx.facts.windows import ROW
+from jax_mx.formats.formats import BLOCK, SCALE_DTYPE
+from jax_mx.formats.layouts import ROW_MAJOR
+from jax_mx.formats.windows import ROW
 from jax_mx.launch import targets
+from jax_mx.quantizing.facts.product_kernels import PRODUCTS
 
 
 # ---- operands ---

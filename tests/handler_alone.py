@@ -1,7 +1,7 @@
 """Import this first, in a process of its own: jax_mx is then the package without its ops.
 
-Its modules that are imported afterwards need no kernels; `jax_mx.facts`, and the words of
-`jax_mx.launch`, need no JAX either.
+Its modules that are imported afterwards need no kernels; `jax_mx.quantizing.facts`, and the words
+of `jax_mx.launch`, need no JAX either.
 """
 
 import sys

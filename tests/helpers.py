@@ -27,30 +27,30 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_mx
-from jax_mx.facts.directions import FORMS, LAST_TRANSPOSED, SECOND, Blocks
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.layouts import ROW_MAJOR_VALUES, SCALE_LAYOUTS
-from jax_mx.facts.preprocessing import Preprocessing
-from jax_mx.facts.product_kernels import RESULTS, Binary
-from jax_mx.facts.signatures import signature_of
-from jax_mx.facts.sources import X
-from jax_mx.facts.variants import Variant, takes_zero_scale
+from jax_mx.formats.directions import FORMS, LAST_TRANSPOSED, SECOND, Blocks
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.layouts import ROW_MAJOR_VALUES, SCALE_LAYOUTS
 from jax_mx.launch import rule as words
 from jax_mx.launch import store, targets
 from jax_mx.launch.chips import arch_of
-from jax_mx.lowering import primitive, quantizers, registry
-from jax_mx.lowering.plan import ProductPlan
-from jax_mx.lowering.products import AMAX, products_p
-from jax_mx.ops.planning import Options, planned
-from jax_mx.ops.quantizing import called
-from jax_mx.ops.requantize import requantize
 from jax_mx.products import kernel_plans
 from jax_mx.products.kernels import swapped_floats
-from jax_mx.sources.codes import CodesSource
-from jax_mx.sources.gated import GatedSource
-from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.gated_pair import GatedPairSource
-from jax_mx.sources.pair_gradient import PairGradientSource
+from jax_mx.quantizing import primitive, quantizers, registry
+from jax_mx.quantizing.amaxes import AMAX, amaxes_p
+from jax_mx.quantizing.calling import called
+from jax_mx.quantizing.facts.preprocessing import Preprocessing
+from jax_mx.quantizing.facts.product_kernels import RESULTS, Binary
+from jax_mx.quantizing.facts.signatures import signature_of
+from jax_mx.quantizing.facts.sources import X
+from jax_mx.quantizing.facts.variants import Variant, takes_zero_scale
+from jax_mx.quantizing.plan import ProductPlan
+from jax_mx.quantizing.planning import Options, planned
+from jax_mx.quantizing.requantize import requantize
+from jax_mx.quantizing.sources.codes import CodesSource
+from jax_mx.quantizing.sources.gated import GatedSource
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.sources.gated_pair import GatedPairSource
+from jax_mx.quantizing.sources.pair_gradient import PairGradientSource
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -120,7 +120,7 @@ def amaxes(x, *other, implementation: str, source=X, parts: int = 1):
     floats = "float32" if x.dtype == jnp.float32 else ""
     how = {"implementation": implementation, "floats": floats, "source": source, "parts": parts}
     plan = ProductPlan("amaxes", (), AMAX, False, 128, **how)
-    return products_p["amaxes"].bind(x, *other, plan=plan)
+    return amaxes_p.bind(x, *other, plan=plan)
 
 
 def assert_bits_equal(got, want, what: str = "") -> None:
@@ -170,7 +170,7 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     options = {**preprocessing(variant), **options}
     turn, form = variant.form.transposed, variant.form
     if variant.gives_floats:
-        dequantized = tuple(kind.dequantized for kind in variant.kinds)
+        dequantized = tuple(mode.dequantized for mode in variant.modes)
         along = {} if form.is_both else {"axis": -2 if form.spans[0] else -1}
         given = {"formats": variant.formats, "dequantized": dequantized, **along}
         return lambda x: x, partial(through_codes, **given, **options)
@@ -202,7 +202,7 @@ def preprocessing(
     found = {"hadamard": [], "rounding": []}
     if variant.window != BLOCK:
         return {"window": variant.window}
-    for i, (size, stochastic, *_) in enumerate(variant.kinds):
+    for i, (size, stochastic, *_) in enumerate(variant.modes):
         minus = np.random.default_rng(size).random(size) < 0.5
         hadamard = jax_mx.Hadamard(size, of(minus) if signs else None) if size else None
         rounding = jax_mx.Stochastic(jax.random.key(7 + i), prescale) if stochastic else None
@@ -392,7 +392,7 @@ def zero_scales(variant: Variant) -> tuple[int, ...]:
 # ---- inputs ---
 def fitting(variant: Variant, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape, of twice as many blocks where the variant's transforms span two."""
-    if all(kind.blocks == 1 for kind in variant.kinds):
+    if all(mode.blocks == 1 for mode in variant.modes):
         return shape
     axes = [axis for axis, blocked in zip((-2, -1), variant.form.spans, strict=True) if blocked]
     return tuple(n * 2 if i - len(shape) in axes else n for i, n in enumerate(shape))

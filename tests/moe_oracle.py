@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_mx
-from jax_mx import reference
+from jax_mx.quantizing import reference
 
 LAST, FIRST = -1, -2  # which axis of a matrix a product contracts
 

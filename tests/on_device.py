@@ -5,8 +5,8 @@ from conftest import arch_here
 from helpers import assert_bits_equal, assert_same_array, call, operand, poison_memory
 
 import jax_mx
-from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.launch.chips import ARCHS
+from jax_mx.shipping.shipped import SHIPPED
 
 # Those of rows have tests of their own, tests/test_rows.py.
 EACH = [v for v in SHIPPED if not v.source]

@@ -25,16 +25,16 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import reference
-from jax_mx.facts.activations import ACTIVATIONS, GATED
-from jax_mx.facts.formats import Scaling
-from jax_mx.facts.variants import layouts_of
-from jax_mx.facts.windows import lengths_of
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats.formats import Scaling
+from jax_mx.formats.windows import lengths_of
 from jax_mx.launch.chips import ARCHS
-from jax_mx.ops.quantizing import WithSums
-from jax_mx.sources.gated import GatedSource
-from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.quantizing import reference
+from jax_mx.quantizing.calling import WithSums
+from jax_mx.quantizing.facts.activations import ACTIVATIONS, GATED
+from jax_mx.quantizing.facts.variants import layouts_of
+from jax_mx.quantizing.sources.gated import GatedSource
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.shipping.shipped import SHIPPED
 
 P = PartitionSpec
 NAMES = [*ACTIVATIONS]

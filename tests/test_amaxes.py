@@ -22,14 +22,14 @@ from helpers import (
 from on_device import HERE
 
 import jax_mx
-from jax_mx.facts.directions import BOTH_TRANSPOSED, LAST, SECOND, Blocks
-from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Scaling
-from jax_mx.facts.kinds import Kind
-from jax_mx.facts.variants import Variant
-from jax_mx.facts.windows import ROW
+from jax_mx.formats.directions import BOTH_TRANSPOSED, LAST, SECOND, Blocks
+from jax_mx.formats.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Scaling
+from jax_mx.formats.windows import ROW
 from jax_mx.launch import store
-from jax_mx.lowering import quantizers
 from jax_mx.products.multiply import equations
+from jax_mx.quantizing import quantizers
+from jax_mx.quantizing.facts.modes import Mode
+from jax_mx.quantizing.facts.variants import Variant
 
 
 def check_amaxes(x, implementation="xla", whole=None):
@@ -276,8 +276,8 @@ def test_the_oracle_of_rows():
     for form in (LAST, SECOND, BOTH_TRANSPOSED):
         formats = (MXFP8_E4M3, MXFP8_E5M2)[: len(form.directions)]
         for dtype in (jnp.bfloat16, np.float32):
-            kinds = (Kind(window=ROW),) * len(formats)
-            variant = Variant("quantize", "xla", form, np.dtype(dtype).name, formats, kinds)
+            modes = (Mode(window=ROW),) * len(formats)
+            variant = Variant("quantize", "xla", form, np.dtype(dtype).name, formats, modes)
             x = any_bits(rng, (64, 96), dtype)
             check_rows(variant, x, "xla")
 

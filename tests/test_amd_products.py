@@ -14,12 +14,12 @@ import pytest
 from exact import assert_equal, assert_equal_or_flushed, changed, floats, integers, wanted
 
 import jax_mx
-from jax_mx.facts.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
-from jax_mx.facts.product_kernels import PRODUCTS, RESULTS, ProductKernel
+from jax_mx.formats.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
 from jax_mx.launch import store
 from jax_mx.launch.chips import ARCHS
 from jax_mx.products.decide import decided
 from jax_mx.products.multiply import contractions_in
+from jax_mx.quantizing.facts.product_kernels import PRODUCTS, RESULTS, ProductKernel
 
 pytest.importorskip("tinygrad")
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_bits_equal, assert_refused, assert_same_array, normal, random_bits
 
 import jax_mx
-from jax_mx.facts import formats, layouts
+from jax_mx.formats import formats, layouts
 from jax_mx.launch.chips import chips_of
 
 

@@ -31,12 +31,12 @@ from benchmarks import (
     timing,
 )
 from docs import tables
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
-from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.variants import layouts_of
-from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.ops.planning import Options, planned
-from jax_mx.reference import rows_of
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.formats.layouts import SCALE_LAYOUTS
+from jax_mx.quantizing.facts.variants import layouts_of
+from jax_mx.quantizing.planning import Options, planned
+from jax_mx.quantizing.reference import rows_of
+from jax_mx.shipping.shipped import SHIPPED
 
 pytestmark = pytest.mark.any_device
 
@@ -101,7 +101,7 @@ def test_forms_are_those_of_kernels(name):
     ids=lambda variant: variant.name,
 )
 def test_kernels_take_the_candidates_of_a_sweep(variant):
-    kernels = pytest.importorskip(f"jax_mx.kernels.cutedsl.{variant.op}")
+    kernels = pytest.importorskip(f"jax_mx.quantizing.kernels.cutedsl.{variant.op}")
     tiles = list(sweep.candidates(variant))
     assert len(tiles) > 1
     for layout, tile in itertools.product(layouts_of(variant), tiles):
@@ -519,20 +519,20 @@ def test_preprocessing_is_rows(rows_by):
     options = ("--form", "axis -1", "square", "dequantize", "--format", "mxfp4_e2m1")
     named = shapes.PREPROCESSING
     rows = rows_by(*options, "--preprocessing", *named, "--shapes", "32x64", "--repeats", 1)
-    rotated = [f"axis -1, {name}" for name, kinds in named.items() if len(kinds) == 1]
+    rotated = [f"axis -1, {name}" for name, modes in named.items() if len(modes) == 1]
     assert [row["form"] for row in rows] == ["axis -1", "square", "dequantize", *rotated]
     names = ("bfloat16", "mxfp4_e2m1", "rceil", "row_major", None)
     words = {"sr": (1, 2), "h16_sr": (1, 2), "sr_h16_sr": (None, 2)}
-    for preprocessing, kinds in named.items():
+    for preprocessing, modes in named.items():
         for i, form in enumerate(("axis -1", "both")):
-            if len(kinds) <= i + 1:
+            if len(modes) <= i + 1:
                 own = quantizers.Quantizer(form, (32, 64), *names, preprocessing)
                 assert own.words == words.get(preprocessing, (0, 0))[i] * 4 * 64
-                assert (len(kinds) == 0) == (not own.how)
+                assert (len(modes) == 0) == (not own.how)
     compiled = [
-        variant.kinds
+        variant.modes
         for variant in SHIPPED  # a sweep has windows; a product wants what is dequantized at once
-        if all(kind.window == BLOCK and not kind.dequantized for kind in variant.kinds)
+        if all(mode.window == BLOCK and not mode.dequantized for mode in variant.modes)
     ]
     assert {*map(frozenset, compiled)} == {*map(frozenset, named.values())}
 

@@ -17,19 +17,19 @@ from exact import floats as random_floats
 from helpers import assert_bits_equal, random_bits
 
 import jax_mx
-from jax_mx.facts.formats import FORMATS, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Scaling
-from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.preprocessing import NO_PREPROCESSING, Preprocessing
-from jax_mx.facts.windows import SQUARE
+from jax_mx.formats.formats import FORMATS, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Scaling
+from jax_mx.formats.layouts import BLOCKED_128X4, ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.formats.windows import SQUARE
 from jax_mx.launch import partition, store, targets
-from jax_mx.lowering import registry
-from jax_mx.lowering.plan import Plan
 from jax_mx.products import multiply, operand, reads, splitting, tcgen05, tcgen05_kernel
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.splitting import as_traced
-from jax_mx.sources.gated_gradient import GradientSource
+from jax_mx.quantizing import registry
+from jax_mx.quantizing.facts.preprocessing import NO_PREPROCESSING, Preprocessing
+from jax_mx.quantizing.plan import Plan
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
 
 utils = pytest.importorskip("jax.experimental.mosaic.gpu.utils")
 executed = pytest.mark.skipif(bool(mosaic.missing()), reason=mosaic.missing())

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from helpers import loaded_after
 
-from jax_mx.facts import binary, verified
-from jax_mx.kernels import build as ours
-from jax_mx.kernels.build import EVERY, EXECUTED
-from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
 from jax_mx.launch import build, content, store
 from jax_mx.launch.chips import ARCHS
+from jax_mx.quantizing.facts import binary
+from jax_mx.shipping import build as ours
+from jax_mx.shipping import verified
+from jax_mx.shipping.build import EVERY, EXECUTED
+from jax_mx.shipping.shipped import BINARIES, SHIPPED, shipped_archs
 
 COMPILED = shutil.ignore_patterns("__pycache__")  # what a cache holds is no source
 FIRST = {dsl: next(v for v in SHIPPED if v.implementation == dsl) for dsl in ARCHS}
@@ -34,13 +35,21 @@ def test_the_build_imports_no_jax():
 def test_kernels_import_no_jax():
     """As a compiling process imports them: without the package's __init__, where JAX is missing."""
     worker = Path(content.__file__).with_name("worker.py")
+    names = [f"quantizing.kernels.cutedsl.{name}" for name in ("compile", "quantize", "dequantize")]
+    names += [f"products.cutedsl.{name}" for name in ("compile", "matmul", "amaxes", "wgrad")]
     modules = loaded_after(
-        f"import runpy\nrunpy.run_path({str(worker)!r})['without_jax']()\n"
-        "import jax_mx.kernels.cutedsl.compile, jax_mx.kernels.cutedsl.quantize"
+        f"import importlib, runpy\nrunpy.run_path({str(worker)!r})['without_jax']()\n"
+        f"for name in {[*names, 'norms.cutedsl']}: importlib.import_module(f'jax_mx.{{name}}')"
     )
     assert "cutlass" in modules and "jax" not in modules
     launch = {name.removeprefix("jax_mx.launch.") for name in modules if ".launch." in name}
     assert launch - {"binary"} == {*content._COMPILING["cutedsl"]}  # their change is another key
+    # So is that of all others, but for the modules that only have a docstring.
+    package = Path(build.__file__).parents[1]
+    loaded = [name.split(".")[1:] for name in modules if name.startswith("jax_mx.")]
+    paths = {Path(*name).with_suffix(".py") for name in loaded if name[0] != "launch"}
+    known = {path.relative_to(package) for _, path in binary.files_of("cutedsl", "sm_90a")}
+    assert {path for path in paths if (package / path).exists()} <= known
 
 
 # Kernels of archs that none of them was executed on, here or on a GPU.
@@ -66,9 +75,13 @@ def test_no_kernel_spills_registers(variant, arch):
 def _places(dsl: str) -> list[Path]:
     """The files whose change must change the key of a DSL's kernels."""
     package = Path(build.__file__).parents[1]
-    folders = ("facts", "sources", f"kernels/{dsl}")
+    folders = ("quantizing/facts", "quantizing/sources", f"quantizing/kernels/{dsl}")
+    folders += (f"products/{dsl}",)
     found = [path for folder in folders for path in (package / folder).glob("*.py")]
-    shared = ("kernels/entry", "kernels/geometry", "kernels/noise", "kernels/tuning")
+    shared = tuple(
+        f"quantizing/kernels/{name}" for name in ("entry", "geometry", "noise", "tuning")
+    )
+    shared += tuple(f"formats/{name}" for name in ("directions", "formats", "layouts", "windows"))
     shared += (f"launch/{dsl}", "launch/chips", "launch/entry", "launch/rule")
     found += [package / f"{name}.py" for name in shared]
     rooms = [package / "norms" / name for name in ("source.py", f"{dsl}.py")]
@@ -87,7 +100,7 @@ def _key(variant, arch: str, package: Path) -> str:
 
 def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
     """The files that Python loads for an arch's table of tiles."""
-    name, package = f"jax_mx.kernels.{dsl}.tuning", Path(build.__file__).parents[1]
+    name, package = f"jax_mx.quantizing.kernels.{dsl}.tuning", Path(build.__file__).parents[1]
     for known in [each for each in sys.modules if each.startswith(name)]:
         monkeypatch.delitem(sys.modules, known)
     importlib.import_module(f"{name}.{arch}")
@@ -101,7 +114,7 @@ def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
 def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypatch):
     """A stale binary cannot pass: what an entry is made of is in files that the key hashes."""
     package = Path(build.__file__).parents[1]
-    for folder in ("facts", "launch", "sources", "norms", "kernels"):
+    for folder in ("formats", "launch", "norms", "products", "quantizing"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
     variant, places = FIRST[dsl], [*_places(dsl), *_tables(dsl, arch, monkeypatch)]
 
@@ -118,8 +131,9 @@ def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypat
         assert key() == first, place
     assert first not in seen and len(seen) == len(places) > 10
     other = {"cutedsl": "flydsl", "flydsl": "cutedsl"}[dsl]
-    (tmp_path / "kernels" / other / "quantize.py").write_text("")
-    for table in (tmp_path / "kernels" / dsl / "tuning").iterdir():  # of the other archs
+    kernels = tmp_path / "quantizing" / "kernels"
+    (kernels / other / "quantize.py").write_text("")
+    for table in (kernels / dsl / "tuning").iterdir():  # of the other archs
         if table.relative_to(tmp_path) not in places:
             table.write_text("")
     assert key() == first
@@ -128,9 +142,9 @@ def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypat
 def test_a_key_changes_with_what_a_table_says(tmp_path):
     """With `value_layouts_of` changed, a kernel's scalars are others; its key once stayed."""
     package = Path(build.__file__).parents[1]
-    for folder in ("facts", "launch", "sources", "norms", "kernels"):
+    for folder in ("formats", "launch", "norms", "products", "quantizing"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=COMPILED)
-    table = tmp_path / "facts" / "variants.py"
+    table = tmp_path / "quantizing" / "facts" / "variants.py"
     before = _key(FIRST["cutedsl"], "sm_90a", tmp_path)
     text = table.read_text()
     assert 'return ("row_major",)' in text

@@ -14,7 +14,7 @@ import pytest
 from helpers import assert_bits_equal, assert_refused, assert_same_array, random_bits
 
 import jax_mx
-from jax_mx.ops import metadata
+from jax_mx.quantizing import metadata
 
 # --thorough runs all cases of a test, CI one of 3.
 pytestmark = pytest.mark.sampled(6)

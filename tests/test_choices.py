@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mx
 from jax_mx import Choice, autotune, explain, matmul
-from jax_mx.facts.product_kernels import PRODUCTS
 from jax_mx.launch import store, targets
 from jax_mx.launch.chips import ARCHS, chips_of
 from jax_mx.products import choices, measuring, tuning
@@ -26,6 +25,7 @@ from jax_mx.products.choices import Key, Measured
 from jax_mx.products.contraction import SUMS, Served, refused
 from jax_mx.products.implementations import IMPLEMENTATIONS, ProductImplementation, named
 from jax_mx.products.kernel_plans import ROWS
+from jax_mx.quantizing.facts.product_kernels import PRODUCTS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
 XLA = IMPLEMENTATIONS["xla"].run

@@ -24,12 +24,12 @@ from safetensors.numpy import save_file
 import jax_mx
 from jax_mx.command import here, multiplying, output, plain, ran, samples, tensors
 from jax_mx.command import report as cli
-from jax_mx.facts import verified
-from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.launch import store
 from jax_mx.launch.chips import ARCHS
-from jax_mx.lowering.registry import Support
 from jax_mx.products import tcgen05
+from jax_mx.quantizing.registry import Support
+from jax_mx.shipping import verified
+from jax_mx.shipping.shipped import SHIPPED
 
 pytestmark = pytest.mark.any_device
 ONE = ["--format", "mxfp8_e4m3", "--scaling", "floor"]

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
-from jax_mx.facts.variants import layouts_of
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3
 from jax_mx.launch import store
+from jax_mx.quantizing.facts.variants import layouts_of
 
 pytest.importorskip("tinygrad")
-pytest.importorskip("jax_mx.kernels")  # not in a wheel
+pytest.importorskip("jax_mx.quantizing.kernels")  # not in a wheel
 
 from emulation import FLYDSL, Program, each_binary, words_behind
 from helpers import call, operand, preprocessing
@@ -77,7 +77,7 @@ def test_accesses_are_16_bytes_a_lane(variant, arch):
     itemsize, count = FLOAT_DTYPES[variant.dtype].itemsize, len(variant.formats)
     packed = variant.formats[0].codes_per_byte
     if variant.gives_floats:
-        count += sum(kind.dequantized for kind in variant.kinds) * (itemsize * packed - 1)
+        count += sum(mode.dequantized for mode in variant.modes) * (itemsize * packed - 1)
     for launch in artifact.facts["launches"].values():
         entry = launch["entries"][0]
         elements = entry["usage"]["elements_per_thread"]
@@ -99,12 +99,12 @@ class Segments(Global):
 
     touched = least = 0
 
-    def _find(self, addresses, size, what):
+    def _find(self, addresses, size, access):
         if size == 16:
             waves = addresses.reshape(-1, 64) >> np.uint64(6)
             self.touched += sum(len(np.unique(wave)) for wave in waves)
             self.least += len(addresses) // 4
-        return super()._find(addresses, size, what)
+        return super()._find(addresses, size, access)
 
 
 # Where anything lies, formats change by how many codes are in a byte.

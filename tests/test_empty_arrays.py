@@ -14,7 +14,7 @@ import pytest
 
 import jax_mx
 from jax_mx import Recipe
-from jax_mx.facts.windows import WINDOWS
+from jax_mx.formats.windows import WINDOWS
 
 MATRICES = [(0, 64), (64, 0), (0, 0), (0, 32, 64), (2, 0, 64)]
 FORMAT = {"format": "mxfp8_e4m3"}

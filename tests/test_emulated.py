@@ -34,11 +34,11 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
-from jax_mx.facts.variants import layouts_of
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, Scaling
 from jax_mx.launch import _ffi, store
 from jax_mx.launch.chips import ARCHS
-from jax_mx.lowering import primitive
+from jax_mx.quantizing import primitive
+from jax_mx.quantizing.facts.variants import layouts_of
 
 pytest.importorskip("tinygrad")
 
@@ -55,7 +55,7 @@ from emulation import (
 )
 
 from jax_mx.launch.emulation.emulator import ORDERS
-from jax_mx.reference import noise as noise_of
+from jax_mx.quantizing.reference import noise as noise_of
 from jax_mx.testing import emulate
 
 each_arch = pytest.mark.parametrize("arch", ARCHS["flydsl"])
@@ -190,8 +190,8 @@ def test_preprocessing(variant, arch):
         options = {"zero_scale": zero_scales(variant)[-1]}
         options["scaling"] = some(variant, scalings, turn=turn)[0]
         options |= preprocessing(variant, of=of)
-        if "rounding" in options:  # both directions' kinds, one factor, in turn
-            pair = options["rounding"] if len(variant.kinds) == 2 else (options["rounding"],)
+        if "rounding" in options:  # both directions' modes, one factor, in turn
+            pair = options["rounding"] if len(variant.modes) == 2 else (options["rounding"],)
             pair = [
                 r and replace(r, prescale=0.75 * (i != turn) or None) for i, r in enumerate(pair)
             ]
@@ -203,7 +203,7 @@ def test_preprocessing(variant, arch):
         assert program.run(turn, *example_of(variant, floats, **options)), options
 
 
-RANDOM = next(v for v in PREPROCESSED if (v.dtype, v.kinds[0].hadamard) == ("float32", 0))
+RANDOM = next(v for v in PREPROCESSED if (v.dtype, v.modes[0].hadamard) == ("float32", 0))
 
 
 @pytest.mark.sampled(4)

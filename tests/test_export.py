@@ -12,10 +12,10 @@ from helpers import assert_bits_equal, on_eight, random_bits
 
 import jax_mx
 from jax_mx import Hadamard, Stochastic
-from jax_mx.facts.layouts import VALUE_LAYOUTS
+from jax_mx.formats.layouts import VALUE_LAYOUTS
 from jax_mx.launch import store
-from jax_mx.ops import mxarray
-from jax_mx.ops.metadata import Known
+from jax_mx.quantizing import mxarray
+from jax_mx.quantizing.metadata import Known
 
 KEY, SIGNS = jax.random.key(7), np.resize([1, 1, -1, 1, -1], 64)
 ROWS = np.resize(np.array([-1, 40, 3, 39, 0], np.int32), 64)

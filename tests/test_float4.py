@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import MXArray
-from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.formats.layouts import SCALE_LAYOUTS
 
 P = PartitionSpec
 FP4 = partial(jax_mx.quantize, format="mxfp4_e2m1")

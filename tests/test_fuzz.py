@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.facts import layouts
-from jax_mx.facts.activations import ACTIVATIONS
-from jax_mx.facts.formats import FORMATS, SCALE_DTYPE
+from jax_mx.formats import layouts
+from jax_mx.formats.formats import FORMATS, SCALE_DTYPE
 from jax_mx.launch import private
+from jax_mx.quantizing.facts.activations import ACTIVATIONS
 from jax_mx.testing import emulate
 
 pytestmark = pytest.mark.optimized

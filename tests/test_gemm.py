@@ -34,17 +34,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jax_mx
-from jax_mx.facts.formats import BLOCK, FORMATS, MXFP4_E2M1, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2
-from jax_mx.facts.product_kernels import DIRECT, PRODUCTS
-from jax_mx.facts.signatures import signature_of
-from jax_mx.facts.windows import ROW
+from jax_mx.formats.formats import BLOCK, FORMATS, MXFP4_E2M1, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2
+from jax_mx.formats.windows import ROW
 from jax_mx.launch import _ffi, store, targets
 from jax_mx.launch.rule import Launch
-from jax_mx.lowering import registry
-from jax_mx.lowering.plan import ProductPlan
-from jax_mx.lowering.products import products_p
 from jax_mx.products import kernel_plans, kernels
 from jax_mx.products.contraction import Contraction, Numbers
+from jax_mx.products.primitives import products_p
+from jax_mx.quantizing import registry
+from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS
+from jax_mx.quantizing.facts.signatures import signature_of
+from jax_mx.quantizing.plan import ProductPlan
 
 # --thorough runs all cases of a test, CI one of 2.
 pytestmark = pytest.mark.sampled(4)
@@ -338,7 +338,7 @@ def test_the_call_of_a_kernel(monkeypatch):
 def test_every_product_has_its_launch_rule():
     """For each dtype of y entries as the handler takes them, one for any addresses at the end."""
     pytest.importorskip("cutlass")
-    from jax_mx.kernels.cutedsl import matmul, matmul_fp8, products, wgrad, wgrad_fp8
+    from jax_mx.products.cutedsl import matmul, matmul_fp8, products, wgrad, wgrad_fp8
 
     modules = {"matmul": matmul, "matmul_fp8": matmul_fp8, "wgrad_fp8": wgrad_fp8, "wgrad": wgrad}
     ours = (p for p in PRODUCTS if p.implementation == "cutedsl" and p.op in modules)

@@ -7,14 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from jax_mx.arrays import views
-from jax_mx.facts import directions
-from jax_mx.facts.directions import FORMS
-from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3
-from jax_mx.facts.layouts import ROW_MAJOR, SCALE_LAYOUTS, SHUFFLED_16X16
-from jax_mx.facts.variants import KERNELS
-from jax_mx.kernels import geometry
-from jax_mx.kernels.geometry import Extents, Place
+from jax_mx.formats import directions, views
+from jax_mx.formats.directions import FORMS
+from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3
+from jax_mx.formats.layouts import ROW_MAJOR, SCALE_LAYOUTS, SHUFFLED_16X16
+from jax_mx.quantizing.facts.variants import KERNELS
+from jax_mx.quantizing.kernels import geometry
+from jax_mx.quantizing.kernels.geometry import Extents, Place
 
 TILED = [layout for layout in SCALE_LAYOUTS.values() if layout.is_tiled]
 SIZES = [Extents(*size) for size in ((1, 1), (33, 5), (256, 8), (257, 9), (600, 17))]

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import gpt_oss
-from jax_mx.ops import reading
+from jax_mx.io import reading
 
 P = PartitionSpec
 E, D, INNER = 4, 96, 64

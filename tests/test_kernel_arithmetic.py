@@ -4,7 +4,6 @@ test_emulated.py executes AMD's as a whole.
 """
 
 import inspect
-import itertools
 import re
 from functools import partial
 from types import SimpleNamespace
@@ -17,8 +16,9 @@ import pytest
 from exact import changed, integers, wanted
 from helpers import assert_bits_equal, hard_blocks, plan_for
 
-from jax_mx.facts.directions import LAST
-from jax_mx.facts.formats import (
+from jax_mx.formats import blocks as reference
+from jax_mx.formats.directions import LAST
+from jax_mx.formats.formats import (
     BLOCK,
     MXFP4_E2M1,
     MXFP6_E2M3,
@@ -27,17 +27,16 @@ from jax_mx.facts.formats import (
     MXFP8_E5M2,
     SCALE_NAN,
 )
-from jax_mx.facts.preprocessing import Preprocessing
-from jax_mx.facts.product_kernels import DIRECT, FEWEST, ProductKernel
-from jax_mx.kernels.shipped import SHIPPED
-from jax_mx.lowering import quantizers
-from jax_mx.reference import blocks as reference
+from jax_mx.quantizing import quantizers
+from jax_mx.quantizing.facts.preprocessing import Preprocessing
+from jax_mx.quantizing.facts.product_kernels import DIRECT, ProductKernel
+from jax_mx.shipping.shipped import SHIPPED
 
 FLAT = [
     v for v in SHIPPED if v.changes_elements and v.implementation == "cutedsl" and v.form == LAST
 ]
-preprocessed = pytest.importorskip("jax_mx.kernels.cutedsl.preprocessed")
-convert = pytest.importorskip("jax_mx.kernels.cutedsl.convert")
+preprocessed = pytest.importorskip("jax_mx.quantizing.kernels.cutedsl.preprocessed")
+convert = pytest.importorskip("jax_mx.quantizing.kernels.cutedsl.convert")
 
 
 def floats(bits):
@@ -205,18 +204,18 @@ def on_numpy(monkeypatch):
         for v in FLAT
         for prescale in (None, 0.75)
         for elements in (8, 16, 32)
-        if v.kinds[0].stochastic or prescale is None
+        if v.modes[0].stochastic or prescale is None
     ],
 )
 def test_threads_compute_what_the_reference_does(variant, prescale, elements):
-    (kind,) = variant.kinds
-    how = kind, variant.dtype
-    sharers, span = BLOCK // elements, kind.blocks
+    (mode,) = variant.modes
+    how = mode, variant.dtype
+    sharers, span = BLOCK // elements, mode.blocks
     x = hard_blocks(variant.dtype)
     x = x[: len(x) // span * span]
     rng = np.random.default_rng(1)
     words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(variant.block_data)]
-    own = Preprocessing(kind.stochastic, prescale, kind.hadamard)
+    own = Preprocessing(mode.stochastic, prescale, mode.hadamard)
     like = x.reshape(-1, BLOCK * span)
     plan = plan_for(like, format=MXFP4_E2M1, scaling="even", preprocessing=(own,))
     views = [jnp.asarray(a).reshape(-1, span, a.shape[-1]) for a in (x, *words)]
@@ -230,11 +229,11 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     seeds = words[0]
     words = [np.repeat(word.reshape(-1, span), sharers, 1) for word in words]
     prescale = np.int32(np.float32(prescale or 0).view(np.int32))
-    held = preprocessed.flip([*held], words[-1], place) if kind.hadamard else [*held]
+    held = preprocessed.flip([*held], words[-1], place) if mode.hadamard else [*held]
     found = preprocessed.elements(*how, held, place, prescale)
     settled = [preprocessed.settled(*how, value, prescale) for value in found]
     factor = preprocessed.factor(*how, prescale)
-    noise = reference.noise(jnp.asarray(seeds), (-1,)) if kind.stochastic else None
+    noise = reference.noise(jnp.asarray(seeds), (-1,)) if mode.stochastic else None
     # Every block, with zeros where products are zero; and without, those that are not small.
     for values_of_threads, small in ((settled, True), (found, False)):
         y = np.moveaxis(np.stack(values_of_threads), 0, -1).reshape(x.shape)
@@ -247,7 +246,7 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
         got = quantize(jnp.asarray(y[rows]), noise=noisy)
         assert_bits_equal(got[0], values[rows])
         assert_bits_equal(got[1], scales[rows])
-        if kind.stochastic:
+        if mode.stochastic:
             scale = scales.view(np.uint8).astype(np.uint32)
             nan = np.uint32(0x7FFFFFFF)  # the hardware's only one
             inverse = np.where(scale == SCALE_NAN, nan, (254 - scale) << np.uint32(23))
@@ -355,7 +354,7 @@ def test_no_product_rounds_up_to_the_least_normal_number(factor):
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 def test_codes_of_four_bits_times_every_scale(monkeypatch):
     """As few rows of x meet them: each code at each place of a word, exact, 2^-127 and NaN too."""
-    few = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_few")
+    few = pytest.importorskip("jax_mx.products.cutedsl.matmul_few")
     numbers = {"max": np.maximum, "min": np.minimum, "select_": np.where}
     monkeypatch.setattr(few, "cutlass", SimpleNamespace(**numbers))
     monkeypatch.setattr(few, "cute", convert.cute)
@@ -405,14 +404,14 @@ def multiplied_by_warps(a, b, sums):
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 @pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4_E2M1, MXFP6_E3M2], ids=repr)
-@pytest.mark.parametrize(("parts", "tile"), [(1, DIRECT), (2, DIRECT), (1, FEWEST)])
-def test_lanes_that_load_codes_add_up_the_product(format, parts, tile, monkeypatch):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_lanes_that_load_codes_add_up_the_product(format, parts, monkeypatch):
     """All that a warp does from memory to sums: exact, with scales of 2^-127 and NaN, too."""
-    vector = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_vector")
-    few = pytest.importorskip("jax_mx.kernels.cutedsl.matmul_few")
-    direct = vector.Direct(ProductKernel("matmul", "cutedsl", (format,), tile), "sm_90a")
+    vector = pytest.importorskip("jax_mx.products.cutedsl.matmul_vector")
+    few = pytest.importorskip("jax_mx.products.cutedsl.matmul_few")
+    direct = vector.Direct(ProductKernel("matmul", "cutedsl", (format,), DIRECT), "sm_90a")
     direct.arch = "sm_80"  # whose conversions are integers
-    rng, deep, rows, width = np.random.default_rng(0), 5, tile - 1, 16
+    rng, deep, rows, width = np.random.default_rng(0), 5, 3, 16
     k = deep * 128
     w = integers(rng, (width, k), format)
     scales = np.array(w.scales.view(np.uint8))
@@ -451,15 +450,15 @@ def test_lanes_that_load_codes_add_up_the_product(format, parts, tile, monkeypat
     line = [lanes // 4 + 8 * r for r in range(2)]
     start = [n * (k // BLOCK) for n in line]
     codes, held = registers((4, 2, direct.lines, direct.steps)), registers((2, direct.steps))
-    passes = direct.passes
-    y, acc = np.zeros((width, passes, 8)), np.zeros((4 * passes, 32), np.float32)
+    y, acc = np.zeros((width, 8)), np.zeros((4, 32), np.float32)
     at = [SimpleNamespace(toint=lambda where=where: where) for where in memory.starts]
     for first in range(0, parts * deep, direct.steps):
         direct.load(*at[:2], start, codes, held, first, parts * deep, deep, lanes % 4)
         direct.multiply(acc, at[2], codes, held, 0, rows, first, parts * k, lanes)
-    for p, v in itertools.product(range(passes), range(4)):
-        y[lanes // 4 + 8 * (v // 2), p, 2 * (lanes % 4) + v % 2] = acc[4 * p + v]
-    y = y.reshape(width, -1) if direct.per == 2 else (y[..., :4] + y[..., 4:]).reshape(width, -1)
+    for v in range(4):
+        y[lanes // 4 + 8 * (v // 2), 2 * (lanes % 4) + v % 2] = acc[v]
+    if direct.per == 1:
+        y[:, :4] += y[:, 4:]
     w = changed(w, scales=[(..., scales)])
     want = sum(wanted(part, w) for part in np.split(x.astype(np.float64), parts, 1))
     np.testing.assert_array_equal(y[:, :rows].T, want.astype(np.float32))

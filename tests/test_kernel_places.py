@@ -2,20 +2,20 @@
 
 import pytest
 
-from jax_mx.facts.directions import LAST
-from jax_mx.facts.formats import MXFP4_E2M1
-from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.kernels import geometry
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats.directions import LAST
+from jax_mx.formats.formats import MXFP4_E2M1
+from jax_mx.formats.layouts import SCALE_LAYOUTS
+from jax_mx.quantizing.kernels import geometry
+from jax_mx.shipping.shipped import SHIPPED
 
-flat = pytest.importorskip("jax_mx.kernels.cutedsl.flat")
+flat = pytest.importorskip("jax_mx.quantizing.kernels.cutedsl.flat")
 
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS.values(), ids=repr)
 def test_neighbours_have_a_transforms_two_blocks(layout):
     """All places of a thread block, each once; of a pair the columns 2 c and 2 c + 1 of a row."""
     for variant in SHIPPED:
-        pair = variant.kinds and variant.kinds[0].blocks > 1
+        pair = variant.modes and variant.modes[0].blocks > 1
         if variant.implementation != "cutedsl" or variant.form != LAST or not pair:
             continue
         assert variant.formats == (MXFP4_E2M1,)

@@ -42,14 +42,14 @@ from helpers import (
 from on_device import HERE, assert_same, check, kernel
 
 import jax_mx
-from jax_mx.facts.directions import LAST, SECOND, SECOND_TRANSPOSED
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, Scaling
-from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.variants import layouts_of
-from jax_mx.facts.windows import ROW
+from jax_mx.formats.directions import LAST, SECOND, SECOND_TRANSPOSED
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, Scaling
+from jax_mx.formats.layouts import SCALE_LAYOUTS
+from jax_mx.formats.windows import ROW
 from jax_mx.launch import _ffi, store
-from jax_mx.lowering import quantizers
-from jax_mx.ops.preprocessing import block_data_of, data_of, preprocessing_of
+from jax_mx.quantizing import quantizers
+from jax_mx.quantizing.facts.variants import layouts_of
+from jax_mx.quantizing.preprocessing import block_data_of, data_of, preprocessing_of
 
 pytestmark = pytest.mark.gpu
 AMD = "shuffled_32x8"
@@ -243,7 +243,7 @@ def differences_of_dequantize(variant, rows, cols):
 
 def is_random(variant):
     """Whether an element's code depends on its place."""
-    return any(kind.stochastic for kind in variant.kinds)
+    return any(mode.stochastic for mode in variant.modes)
 
 
 def some_rows_of_reference(variant, x, start, step):

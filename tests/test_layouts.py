@@ -18,14 +18,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import tiled
 
 import jax_mx
-from jax_mx.arrays.views import pack, unpack
-from jax_mx.facts.layouts import (
+from jax_mx.formats.layouts import (
     BLOCKED_128X4,
     ROW_MAJOR_VALUES,
     SCALE_LAYOUTS,
     SHUFFLED_16X16,
     SHUFFLED_32X8,
 )
+from jax_mx.formats.views import pack, unpack
 
 pytestmark = pytest.mark.optimized
 

@@ -28,11 +28,11 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mx
 from jax_mx import MXFP8, Recipe
-from jax_mx.facts.product_kernels import Binary
-from jax_mx.facts.signatures import signature_of
-from jax_mx.facts.variants import Variant
 from jax_mx.launch import partition, store
 from jax_mx.products.recipes import RECIPES
+from jax_mx.quantizing.facts.product_kernels import Binary
+from jax_mx.quantizing.facts.signatures import signature_of
+from jax_mx.quantizing.facts.variants import Variant
 
 GOLDEN_FILE = GOLDEN / "lowered_calls.json"
 

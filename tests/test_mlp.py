@@ -18,9 +18,9 @@ from moe_oracle import Products, rounded
 
 import jax_mx
 from jax_mx import BF16, MXFP4, MXFP8, Product, Recipe, mlp
-from jax_mx.facts.activations import GATED
 from jax_mx.products.arguments import RESIDUALS
 from jax_mx.products.multiply import equations
+from jax_mx.quantizing.facts.activations import GATED
 
 P = PartitionSpec
 DOCS = Path(__file__).parent.parent / "docs" / "sharding.md"

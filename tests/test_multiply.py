@@ -28,11 +28,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import MXFP8, Recipe
-from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.launch.targets import Target
-from jax_mx.lowering import registry
 from jax_mx.products import multiply
 from jax_mx.products.operand import Moved
+from jax_mx.quantizing import registry
+from jax_mx.shipping.shipped import SHIPPED
 
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1")
 numbers = functools.partial(normal, dtype="bfloat16")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jax_mx.facts.formats import MXFP8_E4M3
-from jax_mx.facts.product_kernels import ProductKernel
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats.formats import MXFP8_E4M3
+from jax_mx.quantizing.facts.product_kernels import ProductKernel
+from jax_mx.shipping.shipped import SHIPPED
 
 pytest.importorskip("tinygrad")
 

@@ -24,14 +24,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import rms_norm
-from jax_mx.facts import directions
-from jax_mx.facts.formats import Scaling
-from jax_mx.facts.variants import layouts_of
-from jax_mx.kernels import geometry
-from jax_mx.kernels.geometry import Extents
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats import directions
+from jax_mx.formats.formats import Scaling
 from jax_mx.launch.chips import ARCHS
 from jax_mx.norms.source import NormSource
+from jax_mx.quantizing.facts.variants import layouts_of
+from jax_mx.quantizing.kernels import geometry
+from jax_mx.quantizing.kernels.geometry import Extents
+from jax_mx.shipping.shipped import SHIPPED
 
 P = PartitionSpec
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}

@@ -6,8 +6,8 @@ from importlib.metadata import requires
 from helpers import loaded_after
 
 import jax_mx
-from jax_mx.kernels.shipped import BINARIES, shipped_archs
 from jax_mx.launch import build, store
+from jax_mx.shipping.shipped import BINARIES, shipped_archs
 
 HEAVY = ("cutlass", "flydsl", "torch", "rich", "sklearn", "safetensors", "triton", "elftools")
 HEAVY += ("tinygrad", "msgpack")
@@ -17,7 +17,8 @@ def test_the_library_imports_no_kernel_dsl():
     modules = loaded_after(
         "import jax_mx, jax.numpy as jnp, sys\n"
         "jax_mx.quantize(jnp.ones(32)).dequantize()\n"
-        "assert not any(m.startswith('jax_mx.kernels') for m in sys.modules)"
+        "assert not any(m.startswith('jax_mx.quantizing.kernels') for m in sys.modules)\n"
+        "assert not any(m.endswith(('.cutedsl', '.flydsl')) for m in sys.modules)"
     )
     assert modules.isdisjoint(HEAVY), modules & set(HEAVY)
     assert "jax_mx" in modules

@@ -31,8 +31,8 @@ from benchmarks import llama, program
 from jax_mx import MXFP4, MXFP8, Product, Recipe
 from jax_mx.launch import partition, private, targets
 from jax_mx.launch.partition import Rule, chosen
-from jax_mx.lowering import plan
 from jax_mx.products import multiply
+from jax_mx.quantizing import plan
 
 pytestmark = pytest.mark.optimized
 

@@ -34,15 +34,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import Hadamard, Stochastic
-from jax_mx.facts.directions import LAST
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.variants import Kind
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats import blocks as reference
+from jax_mx.formats.directions import LAST
+from jax_mx.formats.formats import BLOCK
 from jax_mx.launch import private, store, targets
 from jax_mx.launch.chips import ARCHS, PLATFORMS
-from jax_mx.lowering import primitive
-from jax_mx.lowering.registry import Support
-from jax_mx.reference import blocks as reference
+from jax_mx.quantizing import primitive
+from jax_mx.quantizing.facts.variants import Mode
+from jax_mx.quantizing.registry import Support
+from jax_mx.shipping.shipped import SHIPPED
 
 P = PartitionSpec
 KEY = jax.random.key(7)
@@ -433,13 +433,13 @@ KNOWN_HERE = ("cutedsl", "bfloat16", True)  # compiled; AMD's are in test_emulat
 @pytest.mark.parametrize("known", [True, False], ids=["known", "operand"])
 def test_the_call_takes_words_behind_x(variant, known, request):
     """As the kernel's launch rule counts buffers, of the view's shape with 1 for the block."""
-    (kind,) = variant.kinds
-    compiled = kind == Kind(16, stochastic=True) or request.config.getoption("--thorough")
+    (mode,) = variant.modes
+    compiled = mode == Mode(16, stochastic=True) or request.config.getoption("--thorough")
     if not compiled or (variant.implementation, variant.dtype, known) != KNOWN_HERE:
         request.getfixturevalue("without_code")
-    count = kind.stochastic + (kind.hadamard > 0 and not known)
+    count = mode.stochastic + (mode.hadamard > 0 and not known)
     views = {"row_major": "2x64x3", "blocked_128x4": "2x1x1x64x3"}
-    if kind.blocks > 1:  # two blocks stay together
+    if mode.blocks > 1:  # two blocks stay together
         views = {"row_major": "2x64x3x1x2", "blocked_128x4": "2x1x1x64x6"}
     for layout, view in views.items():
         x = jax.ShapeDtypeStruct(fitting(variant, (2, 64, 96)), variant.dtype)
@@ -455,8 +455,8 @@ def test_the_call_takes_words_behind_x(variant, known, request):
         order = "[5, 4, 2, 3, 1, 0]" if rank == 6 else "[3, 2, 1, 0]"
         dense = ", ".join([f"dense<{order}> : tensor<{rank}xindex>"] * (1 + count))
         assert f"operand_layouts = [{dense}]" in line
-        absent = f"absent = dense<{1 + kind.stochastic}> : tensor<1xi64>"
-        assert (absent in line) == (known and kind.hadamard > 0)
+        absent = f"absent = dense<{1 + mode.stochastic}> : tensor<1xi64>"
+        assert (absent in line) == (known and mode.hadamard > 0)
 
 
 # ---- other forms, by kernels along rows ---

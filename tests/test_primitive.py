@@ -28,16 +28,17 @@ from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.arrays.views import minor_to_major
-from jax_mx.facts import formats, variants
-from jax_mx.facts.directions import LAST, SECOND
-from jax_mx.facts.variants import Variant
-from jax_mx.facts.windows import ROW
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats import formats
+from jax_mx.formats.directions import LAST, SECOND
+from jax_mx.formats.views import minor_to_major
+from jax_mx.formats.windows import ROW
 from jax_mx.launch import private, store, toolchains
 from jax_mx.launch.chips import PLATFORMS
-from jax_mx.lowering import primitive, quantizers, registry
-from jax_mx.ops.preprocessing import preprocessing_of
+from jax_mx.quantizing import primitive, quantizers, registry
+from jax_mx.quantizing.facts import variants
+from jax_mx.quantizing.facts.variants import Variant
+from jax_mx.quantizing.preprocessing import preprocessing_of
+from jax_mx.shipping.shipped import SHIPPED
 
 P = PartitionSpec
 
@@ -143,11 +144,11 @@ def test_the_call_names_the_kernel_and_carries_it_where_it_may_leave(variant):
             for i, format in enumerate(variant.formats):
                 numbers += formats.SCALINGS[scaling].rounding(format)
                 numbers += [0] * variants.takes_zero_scale(format)
-                numbers += [0] * (variant.kinds != () and variant.kinds[i].stochastic)  # prescale
-                if variant.kinds and variant.kinds[i].hadamard:
+                numbers += [0] * (variant.modes != () and variant.modes[i].stochastic)  # prescale
+                if variant.modes and variant.modes[i].hadamard:
                     own = preprocessing_of("quantize", None, hadamards[i])
                     flips = np.array(own.flips, np.uint32)
-                    numbers += flips.view(np.int32)[: variant.kinds[i].blocks].tolist()
+                    numbers += flips.view(np.int32)[: variant.modes[i].blocks].tolist()
                 numbers += [0] * (variant.implementation == "flydsl")  # values in rows
             scalars = "".join(f", 4, -1, {number}, 0" for number in numbers)
             assert text.count(f"{scalars}]> : tensor") == len(archs)

@@ -29,12 +29,12 @@ from jax_mx import (
     matmul,
 )
 from jax_mx.launch import store, targets, toolchains
-from jax_mx.ops.quantizing import called
 from jax_mx.products import decide, implementations, kernel_plans, kernels, operand, recipes
 from jax_mx.products.arguments import is_exact
 from jax_mx.products.contraction import Contraction, Numbers
 from jax_mx.products.kernel_plans import ROWS
 from jax_mx.products.recipes import RECIPES as NAMED
+from jax_mx.quantizing.calling import called
 
 KEY = jax.random.key(5)
 RECIPES = {

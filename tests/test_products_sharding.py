@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import MXFP4, MXFP8, Recipe, dot_general
-from jax_mx.facts.formats import BLOCK
+from jax_mx.formats.formats import BLOCK
 from jax_mx.launch.private import ShardingTypeError
 from jax_mx.testing import emulate
 

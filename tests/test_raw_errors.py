@@ -12,8 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx.command.tensors import table
-from jax_mx.experts import gpt_oss
-from jax_mx.ops import reading
+from jax_mx.io import gpt_oss, reading
 
 RNG = np.random.default_rng(0)
 SIZES = jnp.array([40, 24], jnp.int32)
@@ -116,7 +115,7 @@ class Elsewhere:
 
 def test_arrays_of_several_processes_are_not_saved_by_one(tmp_path, monkeypatch):
     pytest.importorskip("safetensors")
-    monkeypatch.setattr("jax_mx.ops.checkpoints.jax.Array", Elsewhere)
+    monkeypatch.setattr("jax_mx.io.checkpoints.jax.Array", Elsewhere)
     with pytest.raises(ValueError, match=r"^save_safetensors: 'w' lies on devices of several proc"):
         jax_mx.save_safetensors({"w": Elsewhere()}, tmp_path / "file")
     assert not [*tmp_path.iterdir()]

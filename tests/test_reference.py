@@ -16,8 +16,8 @@ from helpers import (
 )
 
 import jax_mx
-from jax_mx import reference
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS, Scaling
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS, Scaling
+from jax_mx.quantizing import reference
 
 pytestmark = pytest.mark.optimized
 

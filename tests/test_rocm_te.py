@@ -22,8 +22,8 @@ from on_device import HERE, check
 from oracle import tiled
 
 import jax_mx
-from jax_mx import reference
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES
+from jax_mx.quantizing import reference
 
 SHAPES = (
     (128, 128), (256, 256), (1024, 2048), (2048, 6144), (4096, 4096), (16384, 128), (32768, 160),
@@ -37,7 +37,7 @@ DIRECTIONS = [
     v
     for v in MXFP4
     if not v.form.is_square and v.dtype != "float16"
-    if all(kind.blocks == 1 for kind in v.kinds)  # 64 does not divide these shapes
+    if all(mode.blocks == 1 for mode in v.modes)  # 64 does not divide these shapes
 ]
 
 

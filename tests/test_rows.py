@@ -26,16 +26,16 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import reference
-from jax_mx.facts.formats import FORMATS, SCALE_DTYPE, Scaling
-from jax_mx.facts.layouts import ROW_MAJOR
-from jax_mx.facts.variants import layouts_of
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats.formats import FORMATS, SCALE_DTYPE, Scaling
+from jax_mx.formats.layouts import ROW_MAJOR
 from jax_mx.launch import _ffi
 from jax_mx.launch.chips import ARCHS
-from jax_mx.ops.requantize import requantize
-from jax_mx.sources.codes import CodesSource
-from jax_mx.sources.rows import RowsSource
+from jax_mx.quantizing import reference
+from jax_mx.quantizing.facts.variants import layouts_of
+from jax_mx.quantizing.requantize import requantize
+from jax_mx.quantizing.sources.codes import CodesSource
+from jax_mx.quantizing.sources.rows import RowsSource
+from jax_mx.shipping.shipped import SHIPPED
 
 P = PartitionSpec
 PICKING = [v for v in SHIPPED if v.source == RowsSource()]

@@ -27,19 +27,19 @@ from helpers import (
 )
 
 import jax_mx
-from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3, SCALE_DTYPE
-from jax_mx.facts.layouts import ROW_MAJOR
-from jax_mx.facts.product_kernels import PRODUCTS
-from jax_mx.facts.sources import X
-from jax_mx.facts.variants import layouts_of, value_layouts_of
-from jax_mx.facts.windows import ROW
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3, SCALE_DTYPE
+from jax_mx.formats.layouts import ROW_MAJOR
+from jax_mx.formats.windows import ROW
 from jax_mx.norms.source import NormSource
-from jax_mx.ops.quantizing import WithSums
-from jax_mx.ops.requantize import requantize
-from jax_mx.sources.codes import CodesSource
-from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rows import RowsSource
+from jax_mx.quantizing.calling import WithSums
+from jax_mx.quantizing.facts.product_kernels import PRODUCTS
+from jax_mx.quantizing.facts.sources import X
+from jax_mx.quantizing.facts.variants import layouts_of, value_layouts_of
+from jax_mx.quantizing.requantize import requantize
+from jax_mx.quantizing.sources.codes import CodesSource
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.sources.rows import RowsSource
+from jax_mx.shipping.shipped import SHIPPED
 
 TOOLS = {
     "memcheck": ("--leak-check", "no"),
@@ -69,7 +69,7 @@ SAMPLE = [
         for v in CUTEDSL
         if (v.op, v.form, v.dtype) == (op, form, dtype)
         and v.formats[0] == format
-        and not (v.source or v.kinds)
+        and not (v.source or v.modes)
     ][:1]
 ] + [v for v in CUTEDSL if v.changes_elements and v.dtype == "bfloat16"]
 SAMPLE += [

@@ -32,7 +32,7 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx.facts.layouts import SCALE_LAYOUTS
+from jax_mx.formats.layouts import SCALE_LAYOUTS
 from jax_mx.launch import store, targets
 from jax_mx.testing import emulate
 
@@ -245,7 +245,7 @@ def check(name: str, layout: str, mode: str, spec, devices) -> None:
     assert largest(text) <= math.prod(SHAPE.values()) // shards, text
     for g, axes in zip(got, OPS[name].axes(layout)[1], strict=True):
         assert g.sharding.is_equivalent_to(NamedSharding(mesh, arranged(spec, axes)), g.ndim)
-    # Of axis -3 the call itself, and tiles of scales, turn the array (`OPS`, `ops.quantize`); XLA
+    # Of axis -3 the call itself, and tiles of scales, turn the array (`OPS`, `quantize`); XLA
     # puts what NVIDIA's kernels write into tiles of values.
     moves = name == "quantize, axis -3" or "shuffled values" in name
     if devices[0].platform != "cpu" and store.TARGET in text and not moves:

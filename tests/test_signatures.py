@@ -10,20 +10,20 @@ import pytest
 from helpers import COLLECTIVE, assert_bits_equal, call_attributes_in, plan_for, stand_in
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_mx.facts import signatures
-from jax_mx.facts.signatures import EPILOGUE, Array, Role, Signature, signature_of
-from jax_mx.facts.variants import Kind, layouts_of
-from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.launch import private, store
-from jax_mx.lowering import primitive, registry
+from jax_mx.quantizing import primitive, registry
+from jax_mx.quantizing.facts import signatures
+from jax_mx.quantizing.facts.signatures import EPILOGUE, Array, Role, Signature, signature_of
+from jax_mx.quantizing.facts.variants import Mode, layouts_of
+from jax_mx.shipping.shipped import SHIPPED
 
 P = PartitionSpec
 
 
 def test_quantizers_and_dequantizers():
-    plain = signature_of("quantize", [Kind()])
+    plain = signature_of("quantize", [Mode()])
     assert [a.name for a in plain.arrays] == ["x", "codes_0", "scales_0"]
-    both = signature_of("quantize", [Kind(16), Kind(16, stochastic=True)])
+    both = signature_of("quantize", [Mode(16), Mode(16, stochastic=True)])
     assert [a.name for a in both.operands] == ["x", "signs_0", "seeds_1", "signs_1"]
     assert [a.name for a in both.results] == ["codes_0", "scales_0", "codes_1", "scales_1"]
     assert both.number("scales_1") == 7
@@ -34,7 +34,7 @@ def test_quantizers_and_dequantizers():
     assert signature_of("matmul").operands[-4:] == product.operands[-4:]
     assert [a.name for a in signature_of("wgrad_fp8").operands[4:]] == ["group_sizes", "added"]
     assert [a.name for a in signature_of("wgrad").operands] == ["x", "dy", "group_sizes", "added"]
-    back = signature_of("dequantize", [Kind()])
+    back = signature_of("dequantize", [Mode()])
     assert [a.role for a in back.arrays] == [Role.CODES, Role.SCALES, Role.FLOATS]
 
 
@@ -54,7 +54,7 @@ def test_launch_rules_number_the_arrays_of_the_signature():
 
 
 # ---- an op with a replicated operand: one line in SIGNATURES ---
-def _shifted(kinds) -> Signature:
+def _shifted(modes) -> Signature:
     return Signature(
         operands=(Array("x", Role.FLOATS), Array("table", Role.REPLICATED, dtype="int32")),
         results=(Array("y", Role.FLOATS),),

@@ -13,25 +13,25 @@ from helpers import assert_refused, assert_same_array, call_attributes_in, lower
 from helpers import random_bits as bits
 
 import jax_mx
-from jax_mx.facts import directions
-from jax_mx.facts.formats import FORMATS
-from jax_mx.facts.preprocessing import Preprocessing
-from jax_mx.facts.signatures import Array, Role
-from jax_mx.facts.sources import FLOAT32, Source, X
-from jax_mx.facts.variants import Variant, exists, variants
-from jax_mx.kernels.shipped import BINARIES, SHIPPED, shipped_archs
+from jax_mx.formats import directions
+from jax_mx.formats.formats import FORMATS
 from jax_mx.launch import _ffi, store
 from jax_mx.launch.chips import ARCHS
-from jax_mx.lowering import registry
 from jax_mx.norms.source import NormSource
-from jax_mx.ops.activations import Of
-from jax_mx.ops.planning import Options, planned
-from jax_mx.ops.quantizing import WithSums
-from jax_mx.ops.support import support_of
 from jax_mx.products import recipes
-from jax_mx.sources.gated import GatedSource
-from jax_mx.sources.gated_gradient import GradientSource
-from jax_mx.sources.rows import RowsSource
+from jax_mx.quantizing import registry
+from jax_mx.quantizing.activations import Of
+from jax_mx.quantizing.calling import WithSums
+from jax_mx.quantizing.facts.preprocessing import Preprocessing
+from jax_mx.quantizing.facts.signatures import Array, Role
+from jax_mx.quantizing.facts.sources import FLOAT32, Source, X
+from jax_mx.quantizing.facts.variants import Variant, exists, variants
+from jax_mx.quantizing.planning import Options, planned
+from jax_mx.quantizing.sources.gated import GatedSource
+from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.sources.rows import RowsSource
+from jax_mx.quantizing.support import support_of
+from jax_mx.shipping.shipped import BINARIES, SHIPPED, shipped_archs
 
 E4M3 = FORMATS["mxfp8_e4m3"]
 
@@ -69,7 +69,7 @@ class FusedToySource(ToySource):
     loaders: ClassVar = {"cutedsl": "toy"}
 
     def fused(self, variant):
-        return (variant.form, variant.dtype) == (directions.LAST, "bfloat16") and not variant.kinds
+        return (variant.form, variant.dtype) == (directions.LAST, "bfloat16") and not variant.modes
 
 
 def toy(kind: type[ToySource] = ToySource, doubled: bool = False) -> Of:

@@ -24,11 +24,11 @@ from forks import Running
 from helpers import assert_same_array, lowered_apart, random_bits
 
 import jax_mx
-from jax_mx.facts import verified
-from jax_mx.kernels.shipped import SHIPPED
 from jax_mx.launch import calls, compiler, store, toolchains
 from jax_mx.launch.content import key_of
-from jax_mx.ops.quantizing import quantized
+from jax_mx.quantizing.calling import quantized
+from jax_mx.shipping import verified
+from jax_mx.shipping.shipped import SHIPPED
 from jax_mx.testing import emulate
 
 pytest.importorskip("flydsl")
@@ -93,7 +93,7 @@ def test_damage_is_noticed_and_mended(cache, what):
 
 CODE = """
     import sys
-    from jax_mx.kernels.shipped import SHIPPED
+    from jax_mx.shipping.shipped import SHIPPED
     from jax_mx.launch import store
     dsl, arch = sys.argv[1:]
     variant = next(v for v in SHIPPED if v.implementation == dsl)

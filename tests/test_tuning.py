@@ -11,15 +11,15 @@ import pytest
 
 import jax_mx
 from benchmarks import sweep
-from jax_mx.facts import binary
-from jax_mx.facts.layouts import SCALE_LAYOUTS
-from jax_mx.facts.product_kernels import PRODUCTS, archs_of
-from jax_mx.facts.variants import layouts_of
-from jax_mx.kernels import tuning
-from jax_mx.kernels.cutedsl.tuning import sm_90a as TABLE
-from jax_mx.kernels.cutedsl.tuning.spills import SPILLS
-from jax_mx.kernels.shipped import existing
+from jax_mx.formats.layouts import SCALE_LAYOUTS
 from jax_mx.launch.chips import ARCHS, SHARED
+from jax_mx.quantizing.facts import binary
+from jax_mx.quantizing.facts.product_kernels import PRODUCTS, archs_of
+from jax_mx.quantizing.facts.variants import layouts_of
+from jax_mx.quantizing.kernels import tuning
+from jax_mx.quantizing.kernels.cutedsl.tuning import sm_90a as TABLE
+from jax_mx.quantizing.kernels.cutedsl.tuning.spills import SPILLS
+from jax_mx.shipping.shipped import existing
 
 RECORD = {"kernel", "where", "case", "shape", "value", "us", "chip", "date"}  # and a note
 EXISTING = [*existing()]
@@ -29,7 +29,7 @@ EACH_ARCH = [(dsl, arch) for dsl, archs in ARCHS.items() for arch in archs]
 
 @pytest.mark.parametrize("dsl,arch", EACH_ARCH)
 def test_rows_have_all_fields_and_known_facts(dsl, arch):
-    table = importlib.import_module(f"jax_mx.kernels.{dsl}.tuning.{arch}")
+    table = importlib.import_module(f"jax_mx.quantizing.kernels.{dsl}.tuning.{arch}")
     known = tuning.facts_of(EXISTING[0]) | tuning.facts_of(PRODUCTS[0])
     for row in table.ROWS:
         assert row.keys() == {"kernel", "where", "value", "why"}
@@ -42,7 +42,7 @@ def test_figures_are_of_rows_and_lie_beside_their_table():
     files = [*Path(tuning.__file__).parent.glob("*/tuning/*.jsonl")]
     assert sweep.figures("sm_90a") in files
     for path in files:
-        table = importlib.import_module(f"jax_mx.kernels.cutedsl.tuning.{path.stem}")
+        table = importlib.import_module(f"jax_mx.quantizing.kernels.cutedsl.tuning.{path.stem}")
         rows = {sweep.key(row) for row in table.ROWS}
         records = sweep.read(path)
         for record in records:
@@ -55,7 +55,7 @@ def test_figures_are_of_rows_and_lie_beside_their_table():
 
 def test_every_row_of_hopper_is_some_entrys():
     """None stands behind one that takes its entries."""
-    from jax_mx.kernels.cutedsl.tuning.sm_90a import ROWS
+    from jax_mx.quantizing.kernels.cutedsl.tuning.sm_90a import ROWS
 
     used = []
     for variant in EXISTING:
@@ -76,7 +76,7 @@ def test_every_row_of_hopper_is_some_entrys():
 
 
 def test_an_arch_without_a_fitting_row_says_so(monkeypatch):
-    from jax_mx.kernels.cutedsl.tuning import sm_90a
+    from jax_mx.quantizing.kernels.cutedsl.tuning import sm_90a
 
     monkeypatch.setattr(sm_90a, "ROWS", [])
     (variant, *_) = (v for v in EXISTING if v.implementation == "cutedsl")
@@ -177,12 +177,13 @@ def test_a_sweep_leaves_out_tiles_that_spill():
 @pytest.mark.thorough
 @pytest.mark.parametrize("row", SPILLS, ids=lambda row: f"{row['kernel']} {row['archs'][0]}")
 def test_what_is_said_to_spill_does(row):
-    compiling = pytest.importorskip("jax_mx.kernels.cutedsl.compile")
+    pytest.importorskip("cutlass")
     fields = {k: v[0] if isinstance(v, tuple) else v for k, v in row["tile"].items()}
 
     def spills(variant, arch) -> bool:
         first = type(next(sweep.candidates(variant)))
         tile = first(**{**sweep.chosen(variant, arch)[1], **fields})
+        compiling = importlib.import_module(f"jax_mx.{variant.ROOM}.cutedsl.compile")
         _, facts = compiling.compile_variant(variant, arch, tile=tile)
         launches = facts["launches"].values()
         return any(entry["usage"]["stack"] for launch in launches for entry in launch["entries"])

@@ -19,11 +19,11 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
-from jax_mx import reference
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS
-from jax_mx.facts.windows import ROW, TILE, WINDOWS
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, FORMATS
+from jax_mx.formats.windows import ROW, TILE, WINDOWS
 from jax_mx.launch import private
-from jax_mx.ops.mxarray import deserialized, serialized
+from jax_mx.quantizing import reference
+from jax_mx.quantizing.mxarray import deserialized, serialized
 
 # --thorough runs all cases of a test, CI one of 6.
 pytestmark = pytest.mark.sampled(12)

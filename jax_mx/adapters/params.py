@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
-from jax_mx.arrays.checks import shown
+from jax_mx.formats.checks import shown
 from jax_mx.launch.private import ShardingTypeError
-from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.quantize import quantize
 from jax_mx.products.auto import resolved_for_weights
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import check_frozen
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.quantize import quantize
 
 OP = "quantize_params"
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
-from jax_mx.arrays.checks import shown
-from jax_mx.arrays.sharding import is_explicit
+from jax_mx.formats.checks import shown
+from jax_mx.formats.sharding import is_explicit
 from jax_mx.launch import private
 from jax_mx.products.dot_general import dot_general
 from jax_mx.products.ragged_dot import ragged_dot

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 
-import jax_mx
-from jax_mx.arrays.checks import shown
+from jax_mx.formats.checks import depth, shown
 from jax_mx.products.can_multiply import can_multiply
 from jax_mx.products.recipes import Recipe, check_recipe
 
@@ -43,15 +39,6 @@ def rules_of(op: str, rules: Any) -> dict[re.Pattern, Any]:
 def is_float(x: Any) -> bool:
     """Whether an operand's type is one that MX quantizes."""
     return getattr(x, "dtype", None) in (*map(jax.numpy.dtype, ("bfloat16", "float16", "float32")),)
-
-
-def depth() -> int:
-    """The stack level of `warnings.warn` that shows the user's line, in no library's frame."""
-    libraries = tuple(f"{Path(file).parent}{os.sep}" for file in (jax_mx.__file__, jax.__file__))
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 class Left:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products import ragged_dot as products
 from jax_mx.products.can_multiply import can_multiply
 from jax_mx.products.recipes import AUTO, Recipe
+from jax_mx.quantizing.mxarray import MXArray
 
 OP = "jax_mx.adapters.tokamax.ragged_dot"
 _SUMMED = {1: False, 2: True}  # the axis of rhs that is contracted, and whether that is its last

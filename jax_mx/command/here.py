@@ -7,16 +7,16 @@ from typing import Any
 import jax
 
 from jax_mx.command.output import Table
-from jax_mx.facts import verified
-from jax_mx.facts.formats import FLOAT_DTYPES
-from jax_mx.facts.product_kernels import Binary
-from jax_mx.kernels.shipped import SHIPPED
+from jax_mx.formats.formats import FLOAT_DTYPES
 from jax_mx.launch import store, toolchains
 from jax_mx.launch.chips import ARCHS, arch_of
 from jax_mx.launch.targets import chip_of, chips_beside
-from jax_mx.lowering.registry import Support
-from jax_mx.ops.planning import Options, planned
-from jax_mx.ops.support import support_of
+from jax_mx.quantizing.facts.product_kernels import Binary
+from jax_mx.quantizing.planning import Options, planned
+from jax_mx.quantizing.registry import Support
+from jax_mx.quantizing.support import support_of
+from jax_mx.shipping import verified
+from jax_mx.shipping.shipped import SHIPPED
 
 OPS = ("quantize", "quantize_both", "dequantize")
 # Files that drivers leave on a machine, and how JAX gets to see the GPU.

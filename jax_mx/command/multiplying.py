@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 import jax_mx
 from jax_mx.command.output import Table
-from jax_mx.facts import verified
-from jax_mx.facts.windows import ROW
+from jax_mx.formats.windows import ROW
 from jax_mx.launch.chips import ARCHS
 from jax_mx.products.implementations import IMPLEMENTATIONS
+from jax_mx.shipping import verified
 
 # How names of binaries of products begin.
 _BINARIES = ("matmul", "wgrad")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jax_mx.command import ran, tensors
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, FORMATS, SCALINGS
 from jax_mx.launch.chips import ARCHS
 
 PROGRAM = "python -m jax_mx"

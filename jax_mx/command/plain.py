@@ -1,7 +1,7 @@
 """MX in JAX without kernels, in plain float arithmetic: a speed to compare with.
 
-The results are right on ordinary data; `jax_mx.reference` also serves NaNs, infinities and
-subnormals. Scales are rounded up, as RCEIL does. The faster one of two versions counts.
+The results are right on ordinary data; `jax_mx.quantizing.reference` also serves NaNs, infinities
+and subnormals. Scales are rounded up, as RCEIL does. The faster one of two versions counts.
 """
 
 import functools
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.facts.formats import BLOCK, FORMATS, SCALE_DTYPE, Format
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.formats.formats import BLOCK, FORMATS, SCALE_DTYPE, Format
+from jax_mx.quantizing.mxarray import MXArray
 
 # Between e2m1's values 0, 0.5, 1, 1.5, 2, 3, 4, 6: a tie goes to the even code.
 _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)

@@ -17,7 +17,7 @@ import numpy as np
 import jax_mx
 from jax_mx.command import here, plain
 from jax_mx.command.output import Screen, Table
-from jax_mx.facts.formats import FLOAT_DTYPES
+from jax_mx.formats.formats import FLOAT_DTYPES
 from jax_mx.launch import store, toolchains
 
 logger = logging.getLogger("jax_mx")

@@ -16,7 +16,7 @@ import jax_mx
 from jax_mx.command import here, multiplying, ran, samples, tensors
 from jax_mx.command.options import PROGRAM, parse
 from jax_mx.command.output import Screen
-from jax_mx.facts.formats import BLOCK
+from jax_mx.formats.formats import BLOCK
 from jax_mx.launch.toolchains import install
 
 # What the extra `cli` brings: the modules, and what their distributions are called.

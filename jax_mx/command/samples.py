@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.facts.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3, RCEIL
-from jax_mx.ops.checkpoints import tensors_in
-from jax_mx.ops.planning import Options, planned
+from jax_mx.formats.formats import BLOCK, FLOAT_DTYPES, MXFP8_E4M3, RCEIL
+from jax_mx.io.checkpoints import tensors_in
+from jax_mx.quantizing.planning import Options, planned
 
 # The names in a file, and what reads the tensor, or says why it cannot be read.
 Opened = tuple[Sequence[str], Callable[[str], "np.ndarray | str"]]

@@ -14,7 +14,7 @@ import jax_mx
 from jax_mx.command import here, ran
 from jax_mx.command.output import Table
 from jax_mx.command.samples import Sample
-from jax_mx.facts.formats import BLOCK
+from jax_mx.formats.formats import BLOCK
 
 LARGE = 2**25  # bytes from which on a call takes longer than to launch it
 NAME = 80  # characters of a tensor's name in a table

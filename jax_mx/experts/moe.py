@@ -18,16 +18,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jax_mx import reference
-from jax_mx.arrays.checks import array_of, flag, implementation_of, is_symbolic, name_among
 from jax_mx.experts import wires
 from jax_mx.experts.costs import WAYS
 from jax_mx.experts.rounds import Round
-from jax_mx.facts.activations import GATED
-from jax_mx.facts.formats import BLOCK
+from jax_mx.formats.checks import array_of, flag, implementation_of, is_symbolic, name_among
+from jax_mx.formats.formats import BLOCK
 from jax_mx.launch import private
-from jax_mx.ops.groups import Groups, integers
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     Weight,
     array_or_quantized,
@@ -44,11 +40,15 @@ from jax_mx.products.arrangements import what_of
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.derivative import Side, Static, align_of, weight_forms
 from jax_mx.products.fallback import unquantized
+from jax_mx.products.groups import Groups, integers
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized
 from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
+from jax_mx.quantizing import reference
+from jax_mx.quantizing.facts.activations import GATED
+from jax_mx.quantizing.mxarray import MXArray
 
 
 def moe(

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_mx import reference
+from jax_mx.collectives.moves import all_to_all
 from jax_mx.launch.private import vary_alike
-from jax_mx.ops.collectives import all_to_all
-from jax_mx.ops.groups import Groups
+from jax_mx.products.groups import Groups
 from jax_mx.products.operand import Unquantized, moves_as_floats
+from jax_mx.quantizing import reference
 
 
 class Limits(NamedTuple):

@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_mx.arrays.checks import is_symbolic, shown
-from jax_mx.arrays.sharding import is_explicit, resharded, shards_of
+from jax_mx.collectives.barrier import noted
+from jax_mx.collectives.moves import all_gather
 from jax_mx.experts.costs import ROUNDS, Costs
 from jax_mx.experts.rounds import Round
+from jax_mx.formats.checks import is_symbolic, shown
+from jax_mx.formats.sharding import is_explicit, resharded, shards_of
 from jax_mx.launch import private
-from jax_mx.lowering.barrier import noted
-from jax_mx.ops.collectives import all_gather
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.operand import QuantizedWeight, Unquantized, moves_as_floats
 from jax_mx.products.recipes import Recipe
+from jax_mx.quantizing.mxarray import MXArray
 
 KINDS = ("mx", "floats")
 

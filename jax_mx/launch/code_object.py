@@ -23,7 +23,7 @@ class Parameter:
 
     offset: int
     size: int
-    kind: str  # "global_buffer", "by_value" or one of the "hidden_..." that no launch passes
+    value_kind: str  # "global_buffer", "by_value" or one of the "hidden_..." that no launch passes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,16 +80,16 @@ class Worker:
             if not line.endswith(b"\n"):
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.process.wait(1)  # so that its last words are there
-                words = self._last_words()
+                last_words = self._last_words()
                 self.stop()
-                raise CompileError(f"the compiler of {self.dsl} gave no answer{words}")
+                raise CompileError(f"the compiler of {self.dsl} gave no answer{last_words}")
             return json.loads(line)
 
     def _start(self, bytecode: Path) -> None:
         self.stop()
         answers, give = os.pipe()
         self.errors = os.fdopen(os.memfd_create("jax_mx"), "w+b")  # no disk is full of it
-        # What these variables say changes the code, and content keys do not know it.
+        # These variables change the code, and content keys do not know them.
         env = {
             name: value
             for name, value in os.environ.items()

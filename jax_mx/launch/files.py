@@ -20,8 +20,8 @@ def whole(path: str | os.PathLike) -> Iterator[Path]:
 
     Whoever reads meanwhile reads the old file. If anything fails, nothing stays behind.
 
-        with whole("choice.json") as beside:
-            write(beside, [text.encode()])
+        with whole("choice.json") as temporary:
+            write(temporary, [text.encode()])
 
     Args:
       path: of the file.
@@ -30,12 +30,12 @@ def whole(path: str | os.PathLike) -> Iterator[Path]:
       OSError: the file cannot take its name.
     """
     target = Path(path)
-    beside = target.with_name(f".partial-{secrets.token_hex(8)}")
+    temporary = target.with_name(f".partial-{secrets.token_hex(8)}")
     try:
-        yield beside
-        os.replace(beside, target)  # noqa: PTH105 (tests replace `os`)
+        yield temporary
+        os.replace(temporary, target)  # noqa: PTH105 (tests replace `os`)
     except BaseException:
-        remove(beside)
+        remove(temporary)
         raise
 
 
@@ -65,8 +65,8 @@ def replace(path: str | os.PathLike, data: bytes) -> None:
     Raises:
       OSError: it cannot be written; the old one is as it was.
     """
-    with whole(path) as beside:
-        write(beside, [data])
+    with whole(path) as temporary:
+        write(temporary, [data])
 
 
 def remove(path: str | os.PathLike) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from jax_mx.launch import entry
 from jax_mx.launch.code_object import CodeObject
 
-# What must be 0 of a kernel's metadata: bytes of scratch memory, registers kept elsewhere.
+# A kernel's metadata must have 0 here: bytes of scratch memory, registers kept elsewhere.
 SPILLS = ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count")
 
 

@@ -103,7 +103,7 @@ class Split(NamedTuple):
 
 
 Local = Callable[[Mapping[str, Any], Split], Callable[..., list]]
-# Of a call's parameters, an operand's number and (parts, ..., length of a part): whether a device
+# From a call's parameters, an operand's number and (parts, ..., length of a part): whether a device
 # reads the operand where parts of its last dimension lie one behind the other, as they arrive.
 InParts = Callable[[Mapping[str, Any], int, Sequence[int]], bool]
 SHARDS: dict[str, Local] = {}  # by name: from a call's parameters, what a device computes
@@ -429,7 +429,7 @@ def _kernels(config: Mapping[str, Any], avals: Sequence[Any], target: Target) ->
     for names, types in tried:
         split = Split({"p0": target.devices}, dict.fromkeys(rule.parts, names), {})
         shard = _shard(config, split)
-        operands = [jax.ShapeDtypeStruct(*each) for each in types]
+        operands = [jax.ShapeDtypeStruct(*operand) for operand in types]
         with calls.kernels_needed() as more:
             where = (split.sizes, target.platform, not target.carries)
             private.shard_module(TARGET, shard, operands, *where)

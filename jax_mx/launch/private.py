@@ -34,7 +34,7 @@ from jax._src.core import ShardingTypeError as ShardingTypeError  # isort: skip
 
 from jax_mx.launch import chips as chip_table
 
-# What makes operands vary over the same manual axes; since 0.10.1 under the first name.
+# Makes operands vary over the same manual axes; since 0.10.1 under the first name.
 vary_alike = getattr(core, "auto_insert_reshard", None) or vars(core)["standard_insert_pvary"]
 # Insists that abstract operands do, behind the op's name for the message.
 agree = core.standard_vma_rule

@@ -235,10 +235,10 @@ class TensorMap:
     @classmethod
     def from_json(cls, json: JSON) -> TensorMap:
         """See the class."""
-        found: dict[str, Any] = {**json, "box": tuple(json["box"])}
+        fields: dict[str, Any] = {**json, "box": tuple(json["box"])}
         for name in ("dims", "strides"):
-            found[name] = tuple(Length.from_json(length) for length in json[name])
-        return cls(**found)
+            fields[name] = tuple(Length.from_json(length) for length in json[name])
+        return cls(**fields)
 
     def numbers(self) -> list[int]:
         """As the call takes it."""
@@ -275,9 +275,9 @@ class Scratch:
     @classmethod
     def from_json(cls, json: JSON) -> Scratch:
         """See the class."""
-        found: dict[str, Any] = {**json}
-        found["bytes"] = tuple(Factor.from_json(f) for f in json["bytes"])
-        return cls(**found)
+        fields: dict[str, Any] = {**json}
+        fields["bytes"] = tuple(Factor.from_json(f) for f in json["bytes"])
+        return cls(**fields)
 
 
 # ---- an entry's parameters ---
@@ -320,7 +320,7 @@ _KINDS: dict[str, type[Parameter]] = {  # in the order of their numbers in a cal
     "map": MapAt,
     "zeros": Padding,
 }
-_WORDS = {kind: (number, word) for number, (word, kind) in enumerate(_KINDS.items())}
+_WORDS = {cls: (number, word) for number, (word, cls) in enumerate(_KINDS.items())}
 
 
 def _number_of(parameter: Parameter) -> int:
@@ -382,16 +382,16 @@ class Entry:
     @classmethod
     def from_json(cls, json: JSON) -> Entry:
         """See the class."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             **json,
             "divide": tuple(Factor.from_json(f) for f in json.get("divide", ())),
             "grid": tuple(GridTerm.from_json(t) for t in json.get("grid", ())),
             "parameters": tuple(_KINDS[word](n) for word, n in json.get("parameters", ())),
         }
         for name in ("align", "threads", "cluster"):
-            if name in found:
-                found[name] = tuple(found[name])
-        return cls(**found)
+            if name in fields:
+                fields[name] = tuple(fields[name])
+        return cls(**fields)
 
     @property
     def settings(self) -> list[int]:
@@ -430,11 +430,11 @@ class Launch:
     def from_json(cls, json: JSON) -> Launch:
         """See the class."""
         kinds = {"entries": Entry, "scalars": Scalar, "maps": TensorMap, "scratch": Scratch}
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             name: tuple(kinds[name].from_json(item) for item in items)
             for name, items in json.items()
         }
-        return cls(**found)
+        return cls(**fields)
 
     def attributes(
         self, sha256: str, values: Mapping[str, int] | None = None, image: bytes | None = None

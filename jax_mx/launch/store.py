@@ -103,9 +103,9 @@ def find(binary: Binary, arch: str) -> Artifact | None:
     key = key_of(binary, arch)
     facts = manifest().get(f"{binary.name}.{arch}")
     if facts is not None and facts["key"] == key:
-        found = _whole(key, facts, BINARIES)
-        if found is not None:
-            return found
+        artifact = _whole(key, facts, BINARIES)
+        if artifact is not None:
+            return artifact
     folders = (cache(), *_own)
     kept = (_cached(key, folder) for folder in folders if folder is not None)
     return next(filter(None, kept), None) or _brought.get(key)
@@ -229,13 +229,14 @@ def _compiled(binary: Binary, arch: str) -> Artifact:
         raise compiler.CompileError(f"{lacking(binary, arch)}; {why}")
     key, folder = key_of(binary, arch), writable_cache()
     with _alone(key, folder):
-        found = None if folder is None else _cached(key, folder)  # by whoever had the lock before
-        if found is not None:
-            return found
+        # Whoever had the lock before may have compiled it.
+        artifact = None if folder is None else _cached(key, folder)
+        if artifact is not None:
+            return artifact
         if key in _failed:
             raise _failed[key]
-        place = folder or "the memory of this process"
-        logger.warning("jax_mx: compiling %s for %s (kept in %s)", binary.name, arch, place)
+        location = folder or "the memory of this process"
+        logger.warning("jax_mx: compiling %s for %s (kept in %s)", binary.name, arch, location)
         try:
             image, facts = compiler.compile_kernel(binary, arch, folder)
         except compiler.DiskError:
@@ -340,11 +341,11 @@ def register() -> None:
         would then refuse to start the whole platform.
     """
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text("utf-8")
-    found = tuple(int(n) for n in re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header))
-    if found < _ffi.API_VERSION:
+    api = tuple(int(n) for n in re.findall(r"#define XLA_FFI_API_M(?:AJ|IN)OR (\d+)", header))
+    if api < _ffi.API_VERSION:
         raise ImportError(
             f"jax_mx was compiled against version {_ffi.API_VERSION} of XLA's FFI, this jaxlib has "
-            f"{found}; install a newer jaxlib or a jax_mx built for this one"
+            f"{api}; install a newer jaxlib or a jax_mx built for this one"
         )
     _register_folders()
     for platform, stages in _ffi.registrations().items():

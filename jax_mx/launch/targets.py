@@ -61,9 +61,9 @@ def chips_of_trace(arrays: Sequence[Any]) -> list[str]:
 
 def _of_mesh() -> jax.Device | None:
     """A device of the platform that the mesh which is set lies on; None where none is."""
-    kind = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     try:
-        return None if kind is None else jax.local_devices(backend=kind.platform)[0]
+        return None if device is None else jax.local_devices(backend=device.platform)[0]
     except RuntimeError:  # a mesh of devices that are not here
         return None
 

@@ -17,7 +17,7 @@ READERS: Mapping[str, tuple[str, ...]] = {
     "cutedsl": ("pyelftools",),
     "flydsl": ("pyelftools", "msgpack"),
 }
-# What executes AMD's kernels on a CPU. tinygrad decodes instructions; its decoder is no public API.
+# The emulator of AMD's kernels: tinygrad decodes instructions; its decoder is no public API.
 EMULATOR = ("msgpack", "pyelftools", "tinygrad==0.14.0")
 
 
@@ -33,9 +33,9 @@ def obstacle(dsl: str) -> str:
     pinned = (f"{name}=={version}" for name, version in COMPILERS[dsl].items())
     advice = install(*pinned, *READERS[dsl])
     for distribution, want in COMPILERS[dsl].items():
-        found = _installed(distribution)
-        if found != want:
-            have = f"here is {found}" if found else "it is not installed"
+        installed = _installed(distribution)
+        if installed != want:
+            have = f"here is {installed}" if installed else "it is not installed"
             return f"to compile it takes {distribution} {want}, {have}; {advice}"
     for distribution in READERS[dsl]:
         if _installed(distribution) is None:

@@ -10,13 +10,19 @@ import dataclasses
 import cutlass
 from cutlass import Float32, Float64, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
-from jax_mx.facts.formats import BLOCK
-from jax_mx.kernels import geometry
-from jax_mx.kernels.cutedsl import convert, preprocessed
-from jax_mx.kernels.cutedsl.flat import WholeBlocks
-from jax_mx.kernels.cutedsl.kernel import bytes_of, load, offset_in_tiles, select, vector_at
-from jax_mx.kernels.cutedsl.tiled import Tiled, Tiling
-from jax_mx.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile, tree
+from jax_mx.formats.formats import BLOCK
+from jax_mx.quantizing.kernels import geometry
+from jax_mx.quantizing.kernels.cutedsl import convert, preprocessed
+from jax_mx.quantizing.kernels.cutedsl.flat import WholeBlocks
+from jax_mx.quantizing.kernels.cutedsl.kernel import (
+    bytes_of,
+    load,
+    offset_in_tiles,
+    select,
+    vector_at,
+)
+from jax_mx.quantizing.kernels.cutedsl.tiled import Tiled, Tiling
+from jax_mx.quantizing.kernels.geometry import NOT_READY, SUMS, Extents, Place, Tile, tree
 
 # ---- arithmetic: of words of two 16-bit floats, or of one float32 ---
 _WIDEN = {
@@ -53,11 +59,11 @@ def plus_square(word: Uint32, total: Float64) -> Float64:
 
 def _sum_of_two(a: Uint32, b: Uint32) -> Uint32:
     """The sums of two words' bfloat16."""
-    each = "shl.b32 w, {$r%d}, 16; mov.b32 %s, w; and.b32 w, {$r%d}, 0xFFFF0000; mov.b32 %s, w; "
+    widen = "shl.b32 w, {$r%d}, 16; mov.b32 %s, w; and.b32 w, {$r%d}, 0xFFFF0000; mov.b32 %s, w; "
     code = (
         "{ .reg .b32 w; .reg .f32 a, b, c, d; "
-        + each % (0, "a", 0, "b")
-        + each % (1, "c", 1, "d")
+        + widen % (0, "a", 0, "b")
+        + widen % (1, "c", 1, "d")
         + "add.rn.ftz.f32 a, a, c; add.rn.ftz.f32 b, b, d; cvt.rn.bf16x2.f32 {$w0}, b, a; }"
     )
     return convert.ptx(code, Uint32, a, b)
@@ -66,9 +72,9 @@ def _sum_of_two(a: Uint32, b: Uint32) -> Uint32:
 @cute.jit
 def add_to(target, rY):
     """Adds a fragment of bfloat16 to another one."""
-    to, words = cute.recast_tensor(target, Uint32), cute.recast_tensor(rY, Uint32)
-    for w in range_constexpr(cute.size(words)):
-        to[w] = _sum_of_two(to[w], words[w])
+    to, addend = cute.recast_tensor(target, Uint32), cute.recast_tensor(rY, Uint32)
+    for w in range_constexpr(cute.size(addend)):
+        to[w] = _sum_of_two(to[w], addend[w])
 
 
 def normed(words: list, factor, weights, dtype: str) -> list:
@@ -91,12 +97,12 @@ def _normed_one(word: Uint32, factor: Float64, a: Float32) -> Uint32:
 
 
 def _normed_two(word: Uint32, factor: Float32, a: Float32, b: Float32, dtype: str) -> Uint32:
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    ptx_type = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
     code = (
         f"{{ {_WIDEN[dtype]}"
         "mul.rn.ftz.f32 a, a, {$r1}; mul.rn.ftz.f32 b, b, {$r1}; "
         "mul.rn.ftz.f32 a, a, {$r2}; mul.rn.ftz.f32 b, b, {$r3}; "
-        f"cvt.rn.{kind}.f32 {{$w0}}, b, a; }}"
+        f"cvt.rn.{ptx_type}.f32 {{$w0}}, b, a; }}"
     )
     return convert.ptx(code, Uint32, word, factor, a, b)
 
@@ -122,13 +128,13 @@ def factor_of(total, length: Int32, eps: Int32):
         "rsqrt.approx.ftz.f64 y, q; mul.rn.f64 g, q, y; mul.rn.f64 h, y, 0d3FE0000000000000; "
         f"{step * 2}neg.f64 m, g; fma.rn.f64 r, m, g, q; fma.rn.f64 g, r, h, g; "
     )
-    kind = type(total)
+    dtype = type(total)
     take = "cvt.f64.f32 d, {$r0}; "
     give = (
         "cvt.rn.f32.f64 f, g; setp.eq.f64 p, d, 0d0000000000000000; selp.f32 f, 0f7F800000, f, p; "
         "setp.eq.f64 p, d, 0d7FF0000000000000; selp.f32 {$w0}, 0f00000000, f, p; }"
     )
-    if kind is Float64:
+    if dtype is Float64:
         take = "mov.f64 d, {$r0}; "
         give = (
             "setp.eq.f64 p, d, 0d0000000000000000; selp.f64 g, 0d7FF0000000000000, g, p; "
@@ -139,7 +145,7 @@ def factor_of(total, length: Int32, eps: Int32):
         f"cvt.f64.f32 e, f; {take}cvt.rn.f64.s32 n, {{$r1}}; mul.rn.f64 e, n, e; "
         f"add.rn.f64 d, d, e; {quotient}{root}{give}"
     )
-    return convert.ptx(code, kind, total, Int32(length), Int32(eps))
+    return convert.ptx(code, dtype, total, Int32(length), Int32(eps))
 
 
 def over_warp(value):
@@ -152,12 +158,12 @@ def over_warp(value):
 @cute.jit
 def add_vector(sums, rX, dtype: cutlass.Constexpr):
     """Adds the squares of a lane's elements to its sums."""
-    words = cute.recast_tensor(rX, Uint32)
-    for w in range_constexpr(cute.size(words)):
+    registers = cute.recast_tensor(rX, Uint32)
+    for w in range_constexpr(cute.size(registers)):
         if const_expr(dtype == "float32"):
-            sums[w] = plus_square(words[w], sums[w])
+            sums[w] = plus_square(registers[w], sums[w])
         else:
-            both = plus_squares(words[w], sums[2 * w], sums[2 * w + 1], dtype)
+            both = plus_squares(registers[w], sums[2 * w], sums[2 * w + 1], dtype)
             sums[2 * w], sums[2 * w + 1] = both[0], both[1]
 
 
@@ -213,7 +219,7 @@ class Rows(WholeBlocks):
             if self.is_busy(s, scalars):
                 self.put(rX[None, s, None], factors, arrays, scalars, where, s)
         for s in cutlass.range(self.tile.kept, sweeps, unroll=1):
-            # What this thread has added it reads.
+            # This thread reads the sums that it has stored.
             source: cutlass.Constexpr = {"x": arrays["sum" if self.source.added else "x"]}
             self.put(self.again(source, where, s), factors, arrays, scalars, where, s)
 
@@ -281,7 +287,7 @@ class Rows(WholeBlocks):
                 cute.autovec_copy(target, to)
 
     @cute.jit
-    def factors(self, own, to, scalars, first):
+    def factors(self, partials, to, scalars, first):
         """The factors of the thread block's rows, for each thread's sums of squares."""
         warps: cutlass.Constexpr = self.threads // 32
         rows: cutlass.Constexpr = self.tile.rows
@@ -290,22 +296,22 @@ class Rows(WholeBlocks):
             cute.arch.alloc_smem(SUM[self.dtype], warps * rows, alignment=16),
             cute.make_layout((warps, rows)),
         )
-        found = cute.make_tensor(
+        row_factors = cute.make_tensor(
             cute.arch.alloc_smem(SUM[self.dtype], rows, alignment=16), cute.make_layout(rows)
         )
         for r in range_constexpr(rows):
-            total = over_warp(tree([own[i, r] for i in range(self.elements)]))
+            total = over_warp(tree([partials[i, r] for i in range(self.elements)]))
             if tid % 32 == 0:
                 sums[tid // 32, r] = total
         cute.arch.sync_threads()
         if tid < rows:
             total = tree([sums[w, tid] for w in range(warps)])
             factor = factor_of(total, scalars[1] * BLOCK, scalars[len(scalars) - 1])
-            found[tid] = factor
+            row_factors[tid] = factor
             if first + tid < scalars[0]:
                 vector_at(to + first + tid, Float32, 4, 1)[0] = Float32(factor)
         cute.arch.sync_threads()
-        return tuple(found[r] for r in range(rows))
+        return tuple(row_factors[r] for r in range(rows))
 
     @cute.jit
     def weights(self, weights, tid, vectors, s):
@@ -339,12 +345,12 @@ class Rows(WholeBlocks):
         rows, cols = scalars[:2]
         n: cutlass.Constexpr = self.elements
         sharers: cutlass.Constexpr = self.sharers
-        given = self.of_result(scalars, 0)
-        rule, extra = self.rule(given), self.extra(given)
+        settings = self.of_result(scalars, 0)
+        rule, extra = self.rule(settings), self.extra(settings)
         tid, _, _ = cute.arch.thread_idx()
         part = tid % sharers
-        words = cute.recast_tensor(rX, Uint32)
-        held = [words[w] for w in range(cute.size(words))]
+        registers = cute.recast_tensor(rX, Uint32)
+        held = [registers[w] for w in range(cute.size(registers))]
         held = normed(held, factor, weights, self.dtype)
         of_block: cutlass.Constexpr = preprocessed.Place(part, sharers, n, Int32(0))
         data = ([], cutlass.Boolean(False))
@@ -352,16 +358,16 @@ class Rows(WholeBlocks):
         inside = s * self.threads < count
         stored: cutlass.Constexpr = n // self.per_byte
         number = Int64(row) * cols + tid // sharers + s * (self.threads // sharers)  # of the block
-        place = start * stored + s * (self.threads * stored)
+        values_at = start * stored + s * (self.threads * stored)
         if const_expr(self.tiles_values):
-            to = self.stored_as(number, cols, given["value_tiles"] != Int32(0))
-            place = (to * sharers + part) * stored
+            to = self.stored_as(number, cols, settings["value_tiles"] != Int32(0))
+            values_at = (to * sharers + part) * stored
         align: cutlass.Constexpr = stored if self.aligned else 1
         if const_expr(self.source.floats):
             if inside:
                 self.store_floats(held, arrays["floats"] + start * n + s * (self.threads * n))
         if inside:
-            to_values = vector_at(arrays["codes_0"] + place, Uint8, align, stored)
+            to_values = vector_at(arrays["codes_0"] + values_at, Uint8, align, stored)
             cute.autovec_copy(bytes_of(packed, stored), to_values)
         offset, exists = number, inside
         if const_expr(self.layout.is_tiled):
@@ -378,9 +384,9 @@ class Rows(WholeBlocks):
         """Stores a vector of words that were normed."""
         dtype, n = convert.INPUT[self.dtype], self.elements
         rF = cute.make_rmem_tensor(n, dtype)
-        words = cute.recast_tensor(rF, Uint32)
+        registers = cute.recast_tensor(rF, Uint32)
         for w, word in enumerate(held):
-            words[w] = word
+            registers[w] = word
         cute.autovec_copy(rF, vector_at(to, dtype, 16 if self.aligned else self.itemsize, n))
 
 
@@ -389,13 +395,13 @@ class Rows(WholeBlocks):
 class Bands(Tiling):
     """The part that a thread block of `NormedTiled` covers, and the number that find factors."""
 
-    each: int = 2  # rows whose factors a thread block finds
+    share: int = 2  # whose factors a thread block finds
     lag: int = 4  # how many bands of tiles later these are quantized
 
     @property
     def finders(self) -> int:
         """How many thread blocks find a band's factors."""
-        return self.rows // self.each
+        return self.rows // self.share
 
 
 class NormedTiled(Tiled):
@@ -411,9 +417,9 @@ class NormedTiled(Tiled):
     POLLS = 1 << 12  # about a millisecond
 
     def __init__(self, *entry, tile: Bands | None = None):
-        given = tile
-        super().__init__(*entry, tile=given or Tiling())
-        self.tile = given or Bands(**self.tuned("NormedTiled"))
+        requested = tile
+        super().__init__(*entry, tile=requested or Tiling())
+        self.tile = requested or Bands(**self.tuned("NormedTiled"))
         super().__init__(*entry, tile=self.tile)
         assert self.cluster == 1  # its thread blocks are not launched so
         self.deep = 4 if self.aligned else 1  # loads of a row that a lane has under way
@@ -429,7 +435,7 @@ class NormedTiled(Tiled):
         tiles_m, _ = self.tiles(scalars)
         if number < self.tile.finders:
             if step < tiles_m:
-                self.find(pointers, scalars, step * self.tile.rows + number * self.tile.each)
+                self.find(pointers, scalars, step * self.tile.rows + number * self.tile.share)
         elif step >= self.tile.lag:
             self.quantize_tile(pointers, scalars)
 
@@ -455,9 +461,9 @@ class NormedTiled(Tiled):
         """The band whose turn it is, and the thread block's number within the turn."""
         bid, _, _ = cute.arch.block_idx()
         _, tiles_k = self.tiles(scalars)
-        each = Uint32(tiles_k + self.tile.finders)
-        step = Uint32(bid) // each
-        return Int32(step), Int32(Uint32(bid) - step * each)
+        per_step = Uint32(tiles_k + self.tile.finders)
+        step = Uint32(bid) // per_step
+        return Int32(step), Int32(Uint32(bid) - step * per_step)
 
     def place(self, blocks_m, k, step=None) -> Tile:
         """This thread block's tile of x."""
@@ -477,8 +483,8 @@ class NormedTiled(Tiled):
         _, k = self.lengths(scalars)
         n: cutlass.Constexpr = self.vector
         left = chunk * self.CHUNK + cute.arch.lane_idx() * n
-        own = cute.make_rmem_tensor((n, count), Float32)
-        own.fill(Float32(0.0))
+        partials = cute.make_rmem_tensor((n, count), Float32)
+        partials.fill(Float32(0.0))
         turns = (k + deep * SUMS - 1) // (deep * SUMS)
         for turn in cutlass.range(turns, unroll=1):
             rX = cute.make_rmem_tensor((n, deep, count), convert.INPUT[self.dtype])
@@ -494,8 +500,8 @@ class NormedTiled(Tiled):
                         self.add_piece(rX[None, s, r], arrays, first + r, col, k)
             for r in range_constexpr(count):
                 for s in range_constexpr(deep):
-                    add_vector(own[None, r], rX[None, s, r], self.dtype)
-        return [over_warp(tree([own[i, r] for i in range(n)])) for r in range(count)]
+                    add_vector(partials[None, r], rX[None, s, r], self.dtype)
+        return [over_warp(tree([partials[i, r] for i in range(n)])) for r in range(count)]
 
     @cute.jit
     def load_piece(self, target, x, row, col, k):
@@ -539,27 +545,27 @@ class NormedTiled(Tiled):
     @cute.jit
     def find(self, pointers, scalars, first):
         """Finds the factors of some rows; all of them are there, or none is."""
-        each: cutlass.Constexpr = self.tile.each
+        rows: cutlass.Constexpr = self.tile.share
         chunks: cutlass.Constexpr = SUMS // self.CHUNK
         groups: cutlass.Constexpr = self.threads // 32 // chunks  # of warps, each with own rows
-        assert groups > 0 and each % groups == 0 and BLOCK % each == 0
-        count: cutlass.Constexpr = each // groups
+        assert groups > 0 and rows % groups == 0 and BLOCK % rows == 0
+        count: cutlass.Constexpr = rows // groups
         arrays = self.named(pointers)
         blocks_m, _ = self.lengths(scalars)
         tid, _, _ = cute.arch.thread_idx()
         warp = tid // 32
         shared = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, each * chunks, alignment=16),
-            cute.make_layout((chunks, each)),
+            cute.arch.alloc_smem(Float32, rows * chunks, alignment=16),
+            cute.make_layout((chunks, rows)),
         )
         if first < blocks_m * BLOCK:
             row = warp // chunks * count
-            found = self.sums(arrays, scalars, first + row, count, warp % chunks, self.deep)
+            row_sums = self.sums(arrays, scalars, first + row, count, warp % chunks, self.deep)
             for r in range_constexpr(count):
                 if tid % 32 == 0:
-                    shared[warp % chunks, row + r] = found[r]
+                    shared[warp % chunks, row + r] = row_sums[r]
             cute.arch.sync_threads()
-            if tid < each:
+            if tid < rows:
                 total = tree([shared[c, tid] for c in range(chunks)])
                 address = arrays["factors"].toint() + Int64(first + tid) * 4
                 publish(address, self.finished(total, scalars))
@@ -568,27 +574,27 @@ class NormedTiled(Tiled):
     def await_factors(self, arrays, scalars, at: cutlass.Constexpr):
         """The factors of the tile's rows, in shared memory."""
         warps: cutlass.Constexpr = self.threads // 32
-        each: cutlass.Constexpr = self.tile.rows // warps  # rows of a warp
-        assert each <= 32
+        height: cutlass.Constexpr = self.tile.rows // warps  # rows of a warp
+        assert height <= 32
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, tid // 32
         shared = cute.make_tensor(
             cute.arch.alloc_smem(Uint32, self.tile.rows, alignment=16),
             cute.make_layout(self.tile.rows),
         )
-        first = at.row * self.tile.rows + warp * each
-        there = (lane < each) & (first + lane < at.rows * BLOCK)
+        first = at.row * self.tile.rows + warp * height
+        there = (lane < height) & (first + lane < at.rows * BLOCK)
         bits = Uint32(1)
         if there:
             bits = awaited(arrays["factors"].toint() + Int64(first + lane) * 4, self.POLLS)
         missing = Uint32(cute.arch.vote_ballot_sync(bits == Uint32(NOT_READY)))
         if missing != Uint32(0):
-            for r in cutlass.range(each, unroll=1):
+            for r in cutlass.range(height, unroll=1):
                 if (missing >> Uint32(r)) & Uint32(1) != Uint32(0):
-                    found = self.find_alone(arrays, scalars, first + r)
-                    bits = select(lane == r, found, bits)
-        if lane < each:
-            shared[warp * each + lane] = bits & Uint32(0x7FFFFFFF)
+                    factor = self.find_alone(arrays, scalars, first + r)
+                    bits = select(lane == r, factor, bits)
+        if lane < height:
+            shared[warp * height + lane] = bits & Uint32(0x7FFFFFFF)
         cute.arch.sync_threads()
         return shared
 
@@ -597,13 +603,13 @@ class NormedTiled(Tiled):
         """A row's factor, by one warp."""
         chunks: cutlass.Constexpr = SUMS // self.CHUNK
         lane = cute.arch.lane_idx()
-        own = Float32(0.0)
+        chunk_sum = Float32(0.0)
         for chunk in cutlass.range(chunks, unroll=1):
-            (found,) = self.sums(arrays, scalars, row, 1, chunk, 1)
-            own = Float32(cutlass.select_(lane % chunks == chunk, found, own))
+            (total,) = self.sums(arrays, scalars, row, 1, chunk, 1)
+            chunk_sum = Float32(cutlass.select_(lane % chunks == chunk, total, chunk_sum))
         for i in range_constexpr(chunks.bit_length() - 1):
-            own = own + cute.arch.shuffle_sync_bfly(own, offset=1 << i)
-        return self.finished(own, scalars)
+            chunk_sum = chunk_sum + cute.arch.shuffle_sync_bfly(chunk_sum, offset=1 << i)
+        return self.finished(chunk_sum, scalars)
 
     # ---- x ---
     def patches(self, arrays, scalars, at, lane) -> list:
@@ -644,13 +650,13 @@ class NormedTiled(Tiled):
                 for j in range_constexpr(n):
                     if left + j < k:
                         rM[j] = mW[j]
-            words = cute.recast_tensor(rX, Uint32)
+            registers = cute.recast_tensor(rX, Uint32)
             count: cutlass.Constexpr = n * self.itemsize // 4
             for i in range_constexpr(self.rows):
                 factor = convert.bits_to_float(factors[lane.row + i])
-                made = normed([words[w, i] for w in range(count)], factor, rM, self.dtype)
+                results = normed([registers[w, i] for w in range(count)], factor, rM, self.dtype)
                 for w in range_constexpr(count):
-                    words[w, i] = made[w]
+                    registers[w, i] = results[w]
 
 
 def publish(address: Int64, bits: Uint32) -> None:
@@ -670,3 +676,6 @@ def awaited(address: Int64, polls: int) -> Uint32:
         "mov.b32 {$w0}, v; }"
     )
     return convert.ptx(code, Uint32, address)
+
+
+KERNELS = (Rows, NormedTiled)  # along rows, and others

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.reference.blocks import flushed, one_nan, product, widened
+from jax_mx.formats.blocks import flushed, one_nan, product, widened
 
 LANES = 2048  # sums that are taken side by side, and then by pairs
 LEAST = 2.0**-63  # what is less counts as 0 in the sum: the squares of others are normal numbers
@@ -57,8 +57,8 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> tuple[jax.Ar
         weight = settled(weight).reshape(*[1] * (x.ndim - 1), length)
     with jax.enable_x64(True):
         total = sum_of_squares(x).astype(jnp.float64)
-        # Of these no compiler makes others: nothing is divided by a constant or by a root, and no
-        # product is added to.
+        # No compiler replaces these operations: nothing is divided by a constant or by a root, and
+        # nothing is added to a product.
         factor = jnp.sqrt(np.float64(length) / (total + length * np.float64(np.float32(eps))))
         rounded = flushed(factor.astype(jnp.float32))
         if single:

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import array_of, flag, shown
-from jax_mx.arrays.sharding import is_explicit, resharded, spec_of
-from jax_mx.facts.formats import Format
+from jax_mx.formats.checks import array_of, flag, shown
+from jax_mx.formats.formats import Format
+from jax_mx.formats.sharding import is_explicit, resharded, spec_of
 from jax_mx.launch import private
-from jax_mx.lowering import derivatives
 from jax_mx.norms import reference
 from jax_mx.norms.reference import settled
 from jax_mx.norms.source import NormSource
-from jax_mx.ops.activations import Of
-from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.quantize import quantizer_of
+from jax_mx.quantizing import derivatives
+from jax_mx.quantizing.activations import Of
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.quantize import quantizer_of
 
 
 class Normed(NamedTuple):
@@ -105,9 +105,9 @@ def rms_norm(
             "an order that it decides; make the others symbolic"
         )
     if weight is not None:
-        weight = _beside(op, "weight", weight, (x.shape[-1],))
+        weight = _array_in_shape(op, "weight", weight, (x.shape[-1],))
     if residual is not None:
-        residual = _beside(op, "residual", residual, x.shape)
+        residual = _array_in_shape(op, "residual", residual, x.shape)
         if residual.dtype != x.dtype:
             raise TypeError(f"{op}: x is {x.dtype}, residual is {residual.dtype}; convert one")
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating):
@@ -127,10 +127,11 @@ def rms_norm(
         y, total, factor = _normed(eps, None, *operands)
         quantized = None if quantizer is None else quantizer(stop(y))
     else:
-        found = _quantized(*stop(operands), quantizer=quantizer, eps=eps, floats=wanted)
-        quantized, (factor, total, *own) = found[:2] if both else found[0], found[1 + both :]
+        results = _quantized(*stop(operands), quantizer=quantizer, eps=eps, floats=wanted)
+        quantized = results[:2] if both else results[0]
+        factor, total, *kernel_y = results[1 + both :]
         if wanted:
-            y, total, factor = _normed(eps, (*own, total, _plain(factor)), *operands)
+            y, total, factor = _normed(eps, (*kernel_y, total, _plain(factor)), *operands)
     return Normed(
         y if wanted else None,
         quantized,
@@ -139,7 +140,7 @@ def rms_norm(
     )
 
 
-def _beside(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
+def _array_in_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
     """An array of floats of this shape.
 
     Raises:
@@ -153,14 +154,14 @@ def _beside(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:
 
 def _whole(x: Any, residual: Any, weight: Any) -> tuple[Any, Any, Any]:
     """The operands with whole rows, on a mesh with explicit axes."""
-    given = [a for a in (x, residual, weight) if a is not None]
-    meshes = [m for m in (jax.typeof(a).sharding.mesh for a in given) if is_explicit(m)]
+    operands = [a for a in (x, residual, weight) if a is not None]
+    meshes = [m for m in (jax.typeof(a).sharding.mesh for a in operands) if is_explicit(m)]
     if not meshes:
         return x, residual, weight
     mesh = meshes[0]
     spec = (*spec_of(x)[:-1], None)
-    each = ((x, spec), (residual, spec), (weight, (None,)))
-    x, residual, weight = (a if a is None else resharded(a, to, mesh) for a, to in each)
+    pairs = ((x, spec), (residual, spec), (weight, (None,)))
+    x, residual, weight = (a if a is None else resharded(a, to, mesh) for a, to in pairs)
     return x, residual, weight
 
 
@@ -178,10 +179,10 @@ def _quantized(
     added = () if residual is None else (residual,)
     weights = _weights(weight, x.shape[-1])
     norm = Of(NormSource(eps, bool(added), floats), (*added, weights))
-    found = [*quantizer(x, activation=norm)]
-    y = [found.pop().reshape(x.shape)] if floats else []
-    total = x if residual is None else found.pop().reshape(x.shape)
-    return *found, total, *y
+    results = [*quantizer(x, activation=norm)]
+    y = [results.pop().reshape(x.shape)] if floats else []
+    total = x if residual is None else results.pop().reshape(x.shape)
+    return *results, total, *y
 
 
 @partial(jax.jit, static_argnums=1)
@@ -191,15 +192,15 @@ def _weights(weight: Any, length: int) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def _normed(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) -> list[jax.Array]:
+def _normed(eps: float, known: Any, x: jax.Array, residual: Any, weight: Any) -> list[jax.Array]:
     """[y, the sum with the residual, the factors of rows], where a kernel has not given them."""
     leaves, tree = jax.tree.flatten((x, residual, weight))
     is_sum = residual is not None
-    if given is None:
+    if known is None:
         x, residual, weight = tree.unflatten(map(jax.lax.stop_gradient, leaves))
         total = x if residual is None else reference.added(x, residual)
         y, factor = reference.rms_norm(total, weight, eps)
-        given = y, total, factor[..., 0]
+        known = y, total, factor[..., 0]
 
     def tangents_of(outs: list, args: list, tangents: list) -> list[jax.Array]:
         asked = [t is not None for t in tangents]
@@ -212,7 +213,7 @@ def _normed(eps: float, given: Any, x: jax.Array, residual: Any, weight: Any) ->
         kept = (*outs[1:], tree.unflatten(args)[-1])
         return derivatives.linear(transposed, kept, [t for t in tangents if t is not None], outs)
 
-    return derivatives.derived(given, leaves, tangents_of)
+    return derivatives.derived(known, leaves, tangents_of)
 
 
 def _gradients(kept: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, Any]:

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jax_mx.facts.directions import LAST
-from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3
-from jax_mx.facts.signatures import Array, Role
-from jax_mx.facts.sources import FLOAT32, Shape, Source, Spans, blocks_of
-from jax_mx.facts.variants import Variant, has_one_format, is_operand
-from jax_mx.sources.gated import FLOATS, WEIGHTS, X
+from jax_mx.formats.directions import LAST
+from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3
+from jax_mx.quantizing.facts.signatures import Array, Role
+from jax_mx.quantizing.facts.sources import FLOAT32, Shape, Source, Spans, blocks_of
+from jax_mx.quantizing.facts.variants import Variant, has_one_format, is_operand
+from jax_mx.quantizing.sources.gated import FLOATS, WEIGHTS, X
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -33,7 +33,9 @@ class NormSource(Source):
     added: bool = False
     floats: bool = False
 
+    word: ClassVar[str] = "rms_norm"
     loaders: ClassVar[Mapping[str, str]] = {"cutedsl": "rms_norm"}
+    modules: ClassVar[Mapping[str, str]] = {"cutedsl": "jax_mx.norms.cutedsl"}
     tuned_as = "gated"
     has_slabs = True
     derivative = (
@@ -42,7 +44,7 @@ class NormSource(Source):
     )
 
     def __str__(self) -> str:
-        return "rms_norm" + "_added" * self.added + "_floats" * self.floats
+        return self.word + "_added" * self.added + "_floats" * self.floats
 
     @property
     def operands(self) -> tuple[Array, ...]:

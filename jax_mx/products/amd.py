@@ -1,4 +1,4 @@
-"""The implementation "flydsl": products of codes by the kernels of kernels/flydsl/products.py.
+"""The implementation "flydsl": products of codes by the kernels of products/flydsl/products.py.
 
 On gfx950 matrix cores take codes and scales as they lie; on gfx942 kernels make bfloat16 of them on
 the way. A dense product is one group, or as many as the batch has entries. Groups begin anywhere.
@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 import jax
 
-from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout
-from jax_mx.facts.product_kernels import PRODUCTS, RESULTS
-from jax_mx.lowering import products, registry
-from jax_mx.lowering.plan import ProductPlan
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.formats.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout
 from jax_mx.products import kernels
+from jax_mx.products import primitives as products
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, both_along, refused
+from jax_mx.quantizing import registry
+from jax_mx.quantizing.facts.product_kernels import PRODUCTS, RESULTS
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.plan import ProductPlan
 
 NAME = "flydsl"
 _TILE = 128  # rows of x

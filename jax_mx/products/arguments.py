@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_mx.arrays.checks import array_of, has_elements, held, name_among, padded, shown
-from jax_mx.arrays.sharding import is_explicit, spec_of
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
-from jax_mx.facts.windows import ROW, of_kernels
+from jax_mx.formats.checks import array_of, has_elements, held, name_among, padded, shown
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.formats.sharding import is_explicit, spec_of
+from jax_mx.formats.windows import ROW, of_kernels
 from jax_mx.launch import private
-from jax_mx.ops.mxarray import MXArray, checked
 from jax_mx.products.arrangements import Arrangement, what_of
 from jax_mx.products.auto import resolved_for_groups
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.reads import tiles_for_trace
 from jax_mx.products.recipes import Recipe, check_frozen
+from jax_mx.quantizing.mxarray import MXArray, checked
 
 RESIDUALS = ("mx", "floats", "inputs")  # what `mlp` and `moe` keep of gate and up
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import shown, whole
-from jax_mx.arrays.sharding import Spec, is_explicit, resharded, spec_of
-from jax_mx.arrays.views import reshape
-from jax_mx.facts.formats import BLOCK
+from jax_mx.formats.checks import shown, whole
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.sharding import Spec, is_explicit, resharded, spec_of
+from jax_mx.formats.views import reshape
 
 Dims = tuple[int, ...]
 

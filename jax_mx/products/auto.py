@@ -13,11 +13,10 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts.formats import BLOCK
+from jax_mx.formats.checks import is_symbolic
+from jax_mx.formats.formats import BLOCK
 from jax_mx.launch import targets
 from jax_mx.launch.chips import arch_of
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import (
     BF16,
@@ -30,6 +29,7 @@ from jax_mx.products.recipes import (
     name_of,
     recipe_of,
 )
+from jax_mx.quantizing.mxarray import MXArray
 
 Sizes = tuple[Any, Any, Any]  # rows of lhs, columns of rhs, how many elements are contracted
 

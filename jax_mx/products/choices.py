@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jax_mx.arrays.checks import shown
+from jax_mx.formats.checks import shown
 from jax_mx.launch import files
 from jax_mx.version import __version__
 

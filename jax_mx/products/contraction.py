@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout
-from jax_mx.facts.windows import Window, in_blocks
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout
+from jax_mx.formats.windows import Window, in_blocks
 from jax_mx.launch.targets import Target
-from jax_mx.lowering.plan import ProductPlan
-from jax_mx.lowering.registry import Refusal, Support
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.choices import Key
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.plan import ProductPlan
+from jax_mx.quantizing.registry import Refusal, Support
 
 Operand = MXArray | jax.Array
 Dims = tuple[int, ...]

@@ -8,10 +8,10 @@ import jax
 
 from jax_mx.launch import chips as chip_table
 from jax_mx.launch import store, targets
-from jax_mx.lowering import registry
 from jax_mx.products import choices
 from jax_mx.products.contraction import Contraction, Served, key_of
 from jax_mx.products.implementations import ProductImplementation, named
+from jax_mx.quantizing import registry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,18 +22,18 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_mx.arrays.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.windows import lengths_of
-from jax_mx.lowering import derivatives
-from jax_mx.ops.groups import Groups
-from jax_mx.ops.mxarray import FROZEN, MXArray
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
+from jax_mx.formats.windows import lengths_of
 from jax_mx.products.arrangements import Arrangement, Arrangements
 from jax_mx.products.contraction import ROWS, SUMS
+from jax_mx.products.groups import Groups
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized, operand_for
 from jax_mx.products.recipes import AS_THEY_ARE, BF16, Chosen, Recipe
 from jax_mx.products.tcgen05 import align_for_trace
+from jax_mx.quantizing import derivatives
+from jax_mx.quantizing.mxarray import FROZEN, MXArray
 
 Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
 

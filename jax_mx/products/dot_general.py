@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_mx.arrays.checks import float_dtype, implementation_of
+from jax_mx.formats.checks import float_dtype, implementation_of
 from jax_mx.launch import private
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     check_out_sharding,
     check_quantized,
@@ -34,6 +33,7 @@ from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.reads import layout_for_trace
 from jax_mx.products.recipes import AUTO, Recipe, check_frozen, is_floats, recipe_beside
+from jax_mx.quantizing.mxarray import MXArray
 
 DimensionNumbers = Any  # as jax.lax.dot_general takes them
 

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import array_of, shown
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.formats.checks import array_of, shown
 from jax_mx.products.arguments import operand_of
 from jax_mx.products.derivative import placed
 from jax_mx.products.dot_general import multiplied
 from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import AUTO, Recipe, is_floats
+from jax_mx.quantizing.mxarray import MXArray
 
 
 def matmul(

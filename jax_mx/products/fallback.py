@@ -6,11 +6,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import held, implementation_of, name_among
-from jax_mx.ops.mxarray import MXArray, dequantize
+from jax_mx.formats.checks import held, implementation_of, name_among
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import check_recipe, is_floats
+from jax_mx.quantizing.mxarray import MXArray, dequantize
 
 Fallback = Literal["floats", "bf16"] | None
 FALLBACKS = ("floats", "bf16")

@@ -11,14 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_mx.arrays.checks import float_dtype
-from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of, spread
-from jax_mx.arrays.views import reshape
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.windows import lengths_of
-from jax_mx.launch import private
-from jax_mx.lowering import derivatives
-from jax_mx.ops.collectives import (
+from jax_mx.collectives.moves import (
     all_gather,
     as_bits,
     gather,
@@ -27,7 +20,12 @@ from jax_mx.ops.collectives import (
     moved_to,
     placement,
 )
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.formats.checks import float_dtype
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.sharding import is_explicit, names_in, resharded, spec_of, spread
+from jax_mx.formats.views import reshape
+from jax_mx.formats.windows import lengths_of
+from jax_mx.launch import private
 from jax_mx.products.arrangements import (
     Arrangement,
     Units,
@@ -37,6 +35,8 @@ from jax_mx.products.arrangements import (
 from jax_mx.products.auto import resolved_for_weights
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
 from jax_mx.products.recipes import AUTO, Recipe, dimensions
+from jax_mx.quantizing import derivatives
+from jax_mx.quantizing.mxarray import MXArray
 
 Names = tuple[str, ...]
 OP = "gather_weight"

@@ -1,4 +1,4 @@
-"""The ways to compute a product that reads MX operands: a table, as lowering/registry.py has one.
+"""The ways to compute a product that reads MX operands: a table, as quantizing/registry.py has one.
 
 Every implementation gives NaN where a block is NaN, and accumulates in float32, FP8 tensor cores
 with fewer bits (`error`). A row says whether it serves a contraction on chips, dense or over
@@ -15,17 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import is_symbolic
-from jax_mx.arrays.sharding import shards_of
-from jax_mx.facts import tensor_cores
-from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_DTYPE
-from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_16X16, SHUFFLED_32X8, Layout
-from jax_mx.facts.windows import ROW
+from jax_mx.formats.checks import is_symbolic
+from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, SCALE_DTYPE
+from jax_mx.formats.layouts import BLOCKED_128X4, ROW_MAJOR, SHUFFLED_16X16, SHUFFLED_32X8, Layout
+from jax_mx.formats.sharding import shards_of
+from jax_mx.formats.windows import ROW
 from jax_mx.launch import chips as chip_table
-from jax_mx.lowering import registry
-from jax_mx.ops.groups import Groups
-from jax_mx.ops.mxarray import MXArray, dequantize
-from jax_mx.products import amd, kernel_plans, kernels, pallas, tcgen05
+from jax_mx.products import amd, kernel_plans, kernels, pallas, tcgen05, tensor_cores
+from jax_mx.products import ragged as reference
 from jax_mx.products.contraction import (
     SUMS,
     Contraction,
@@ -35,8 +32,10 @@ from jax_mx.products.contraction import (
     both_along,
     refused,
 )
-from jax_mx.reference import ragged as reference
-from jax_mx.reference import rows_of
+from jax_mx.products.groups import Groups
+from jax_mx.quantizing import registry
+from jax_mx.quantizing.mxarray import MXArray, dequantize
+from jax_mx.quantizing.reference import rows_of
 
 # sm_90's FP8 tensor cores cut products at 2^-13 of the largest of them. Of the normal numbers that
 # `measuring` draws, no sum was off by more than 4e-4 of sum |a||b| (tests/test_gemm.py).

@@ -29,12 +29,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts.formats import BLOCK, Format
-from jax_mx.facts.product_kernels import FEWEST, PRODUCTS, TILE, UNIT, ProductKernel, fp8_rows
-from jax_mx.lowering import products
-from jax_mx.lowering.plan import ProductPlan
+from jax_mx.formats.checks import is_symbolic
+from jax_mx.formats.formats import BLOCK, Format
+from jax_mx.products import primitives as products
 from jax_mx.products.arrangements import padded
+from jax_mx.quantizing.facts.product_kernels import (
+    FEWEST,
+    PRODUCTS,
+    TILE,
+    UNIT,
+    ProductKernel,
+    fp8_rows,
+)
+from jax_mx.quantizing.plan import ProductPlan
 
 # So many tiles of 128 columns are narrow: each multiprocessor of a Hopper has two tiles of 16.
 _NARROW = 33

@@ -18,13 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts.product_kernels import PRODUCTS
-from jax_mx.facts.windows import ROW, TILE
+from jax_mx.formats.checks import is_symbolic
+from jax_mx.formats.windows import ROW, TILE
 from jax_mx.launch import chips as chip_table
-from jax_mx.lowering import registry
-from jax_mx.lowering.plan import ProductPlan
-from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.products import kernel_plans
 from jax_mx.products.contraction import (
     ROWS,
@@ -35,6 +31,10 @@ from jax_mx.products.contraction import (
     both_along,
     refused,
 )
+from jax_mx.quantizing import registry
+from jax_mx.quantizing.facts.product_kernels import PRODUCTS
+from jax_mx.quantizing.mxarray import MXArray, floats_of
+from jax_mx.quantizing.plan import ProductPlan
 
 NAME = "cutedsl"
 # Reading a weight's codes beats making floats of them for cuBLAS up to `FEW_ROWS`, if it has

@@ -23,18 +23,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.sharding import is_explicit, spec_of
-from jax_mx.facts.formats import MXFP8_E4M3
-from jax_mx.facts.windows import ROW, SHARD
-from jax_mx.lowering import derivatives
-from jax_mx.ops.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
-from jax_mx.ops.mxarray import MXArray, floats_of
-from jax_mx.ops.quantize import quantize
-from jax_mx.ops.quantizing import WithSums
+from jax_mx.formats.formats import MXFP8_E4M3
+from jax_mx.formats.sharding import is_explicit, spec_of
+from jax_mx.formats.windows import ROW, SHARD
 from jax_mx.products.derivative import MARK, Side, Static, once_derived, side_of, values_of
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import Unquantized
 from jax_mx.products.recipes import Recipe
+from jax_mx.quantizing import derivatives
+from jax_mx.quantizing.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
+from jax_mx.quantizing.calling import WithSums
+from jax_mx.quantizing.mxarray import MXArray, floats_of
+from jax_mx.quantizing.quantize import quantize
 
 Recipes = tuple[Recipe, Recipe]  # of both products: where a weight brings signs, they differ
 FormNumber = tuple[int, int]  # of a step: the number of an operand, and of its form

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.quantize import quantize
 from jax_mx.products.choices import Cost
 from jax_mx.products.contraction import Contraction, Operand
 from jax_mx.products.implementations import IMPLEMENTATIONS, exact_floats
 from jax_mx.products.multiply import multiplied
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.quantize import quantize
 
 COLD_BYTES = 240 * 2**20  # four times the largest L2 at hand, an H200's
 FEWEST, MOST = 2, 32  # products of a program; a CPU needs no more, it has no launches

@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jax_mx.arrays.checks import float_dtype, implementation_of
-from jax_mx.arrays.sharding import is_explicit, names_in, resharded, spec_of
-from jax_mx.facts.formats import BLOCK
+from jax_mx.formats.checks import float_dtype, implementation_of
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.sharding import is_explicit, names_in, resharded, spec_of
 from jax_mx.launch import private
-from jax_mx.ops.activations import Gated, row_of
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     bias_of,
     check_out_sharding,
@@ -46,6 +44,8 @@ from jax_mx.products.recipes import (
     check_frozen,
     recipe_beside,
 )
+from jax_mx.quantizing.activations import Gated, row_of
+from jax_mx.quantizing.mxarray import MXArray
 
 
 def mlp(

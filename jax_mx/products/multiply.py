@@ -28,12 +28,9 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters import mlir
 
-from jax_mx.arrays.sharding import is_explicit
-from jax_mx.facts.layouts import ROW_MAJOR_VALUES
+from jax_mx.formats.layouts import ROW_MAJOR_VALUES
+from jax_mx.formats.sharding import is_explicit
 from jax_mx.launch import private, targets
-from jax_mx.lowering import derivatives, primitive, registry
-from jax_mx.lowering.plan import Plan
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.contraction import (
     ROWS,
     SUMS,
@@ -46,6 +43,9 @@ from jax_mx.products.decide import chips_of, decide
 from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.operand import Unquantized
 from jax_mx.products.splitting import Splitting, splitting_of
+from jax_mx.quantizing import derivatives, primitive, registry
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.plan import Plan
 
 
 # ---- one contraction ---

@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import array_of, is_symbolic, shown
-from jax_mx.arrays.sharding import is_explicit
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.product_kernels import NORMED_LENGTH, NORMED_ROWS, PRODUCTS
+from jax_mx.formats.checks import array_of, is_symbolic, shown
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.sharding import is_explicit
 from jax_mx.launch.private import vary_alike
-from jax_mx.lowering import derivatives
-from jax_mx.lowering.plan import ProductPlan
-from jax_mx.lowering.products import NORMED_UNIT, products_p
 from jax_mx.norms.rms_norm import rms_norm
-from jax_mx.ops.gated import gated
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.einsum import einsum
+from jax_mx.products.primitives import products_p
+from jax_mx.quantizing import derivatives
+from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS, normed_fits
+from jax_mx.quantizing.gated import gated
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.plan import ProductPlan
 
 _KERNELS = {(p.formats[0], p.activation) for p in PRODUCTS if p.op == "normed"}
 
@@ -43,10 +43,9 @@ def normed_matmul(
         y = jax_mx.einsum("...k,nk->...n", y, w, recipe="bf16")
         y = jax_mx.gated(y, activation)
 
-    On Hopper one kernel computes all of it for up to eight rows of bfloat16 and a weight in MXFP8
-    (E4M3) or MXFP4, in blocks of 32 along K, a multiple of 128. At four rows K is at most 4096, at
-    one 16384; at eight 4096. The activation is "swiglu" or None. Elsewhere it is these lines. Its
-    derivatives are theirs.
+    On Hopper one kernel computes all of it for up to four rows of bfloat16 and a weight in MXFP8
+    (E4M3) or MXFP4, in blocks of 32 along K, a multiple of 128. x has 16384 elements at most. The
+    activation is "swiglu" or None. Elsewhere it is these lines. Its derivatives are theirs.
 
     Args:
       x: bfloat16, float16 or float32 (..., K).
@@ -71,11 +70,9 @@ def normed_matmul(
         return in_steps(x, residual, weight, w)
     if isinstance(eps, bool) or not isinstance(eps, int | float | np.number) or not eps >= 0:
         raise ValueError(f"{op}: eps must be a number, finite and at least 0, got {shown(eps)}")
+    how: dict[str, Any] = {"activation": activation or "", "eps": float(np.float32(eps))}
+    plan = ProductPlan("normed", (w.format,), x.dtype, False, DIRECT, **how)
     rows = math.prod(x.shape[:-1])
-    plan = ProductPlan(
-        "normed", (w.format,), x.dtype, False, next(n for n in NORMED_ROWS if rows <= n),
-        activation=activation or "", eps=float(np.float32(eps)),
-    )  # fmt: skip
     flat = (a.reshape(rows, -1) for a in (x, residual))
     arrays = [*flat, weight, w.values[None], w.scales[None]]
     operands = vary_alike(*map(jax.lax.stop_gradient, arrays))
@@ -108,12 +105,11 @@ def _has_kernel(x: Any, residual: Any, weight: Any, w: Any, activation: str | No
     lies = w.ndim == 2 and w.axis == -1 and w.block == (BLOCK,)
     if not lies or w.scale_layout.is_tiled or w.value_layout.is_tiled:
         return False
-    if any(map(is_symbolic, (*x.shape, *w.shape))) or 0 in (*x.shape, *w.shape):
+    if not x.ndim or any(map(is_symbolic, (*x.shape, *w.shape))) or 0 in w.shape:
         return False
-    length, rows = x.shape[-1] if x.ndim else 0, math.prod(x.shape[:-1])
+    length = x.shape[-1]
     fits = residual.shape == x.shape and weight.shape == (length,) and w.shape[1] == length
-    most = next((n for n in NORMED_ROWS if rows <= n), 0)
-    fits = fits and length % NORMED_UNIT == 0 and rows * length <= most * NORMED_LENGTH
+    fits = fits and normed_fits(math.prod(x.shape[:-1]), length)
     if activation:
         fits = fits and w.shape[0] % 2 == 0
     meshes = (jax.typeof(a).sharding.mesh for a in (x, residual, weight, w.values))

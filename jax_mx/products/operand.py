@@ -16,21 +16,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_mx import reference
-from jax_mx.arrays.sharding import is_explicit, shards_of
-from jax_mx.facts.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
-from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout
-from jax_mx.facts.windows import SHARD, SQUARE, Window, lengths_of, share_a_read
+from jax_mx.formats.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
+from jax_mx.formats.layouts import BLOCKED_128X4, ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout
+from jax_mx.formats.sharding import is_explicit, shards_of
+from jax_mx.formats.windows import SHARD, SQUARE, Window, lengths_of, share_a_read
 from jax_mx.launch import private
-from jax_mx.ops import mxarray
-from jax_mx.ops.activations import made
-from jax_mx.ops.mxarray import MXArray, floats_of
-from jax_mx.ops.planning import Options
-from jax_mx.ops.preprocessing import Hadamard, Stochastic, data_of, preprocessing_of
-from jax_mx.ops.quantizing import WithSums, called
-from jax_mx.ops.requantize import requantize
 from jax_mx.products.arrangements import Arrangement, padded
 from jax_mx.products.reads import layout_for_trace
+from jax_mx.quantizing import mxarray, reference
+from jax_mx.quantizing.activations import made
+from jax_mx.quantizing.calling import WithSums, called
+from jax_mx.quantizing.mxarray import MXArray, floats_of
+from jax_mx.quantizing.planning import Options
+from jax_mx.quantizing.preprocessing import Hadamard, Stochastic, data_of, preprocessing_of
+from jax_mx.quantizing.requantize import requantize
 
 
 class Use(NamedTuple):

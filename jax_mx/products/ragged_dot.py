@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.arrays.checks import float_dtype, implementation_of, is_symbolic
+from jax_mx.formats.checks import float_dtype, implementation_of, is_symbolic
 from jax_mx.launch import private
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products.arguments import (
     Weight,
     array_or_quantized,
@@ -23,8 +22,9 @@ from jax_mx.products.arguments import (
 from jax_mx.products.derivative import Static, product
 from jax_mx.products.fallback import Fallback, as_floats, plain_operands
 from jax_mx.products.implementations import named
+from jax_mx.products.ragged import clamped
 from jax_mx.products.recipes import AUTO, Recipe, is_floats, recipe_beside
-from jax_mx.reference.ragged import clamped
+from jax_mx.quantizing.mxarray import MXArray
 
 
 def ragged_dot(

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.layouts import (
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.layouts import (
     BLOCKED_128X4,
     ROW_MAJOR,
     SHUFFLED_16X16,
@@ -15,10 +15,10 @@ from jax_mx.facts.layouts import (
     Layout,
     ScaleLayout,
 )
-from jax_mx.facts.tensor_cores import TCGEN05
 from jax_mx.launch import targets
 from jax_mx.launch.chips import chips_of
 from jax_mx.products import tcgen05
+from jax_mx.products.tensor_cores import TCGEN05
 
 # By chip, where scales lie that a matrix core takes without another pass; elsewhere in rows.
 _LAYOUTS: Mapping[str, ScaleLayout] = {

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import (
+from jax_mx.formats.checks import (
     array_of,
     block_of,
     blocks_in,
@@ -23,7 +23,7 @@ from jax_mx.arrays.checks import (
     whole,
     window_of,
 )
-from jax_mx.facts.formats import (
+from jax_mx.formats.formats import (
     BLOCK,
     FORMATS,
     MXFP4_E2M1,
@@ -35,9 +35,7 @@ from jax_mx.facts.formats import (
     Scaling,
     named,
 )
-from jax_mx.facts.windows import ROW, SHARD, TILE, Window
-from jax_mx.ops.mxarray import MXArray
-from jax_mx.ops.preprocessing import Hadamard, Stochastic, Value
+from jax_mx.formats.windows import ROW, SHARD, TILE, Window
 from jax_mx.products.arrangements import Units, arrangement_of, check_contracted
 from jax_mx.products.operand import (
     BlockRule,
@@ -46,6 +44,8 @@ from jax_mx.products.operand import (
     Use,
     dequantized_forms,
 )
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.preprocessing import Hadamard, Stochastic, Value
 
 T = TypeVar("T")
 _BF16 = "bf16"  # of a product that is not quantized

@@ -20,18 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.facts.formats import BLOCK
-from jax_mx.facts.windows import ROW, SHARD, lengths_of
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.windows import ROW, SHARD, lengths_of
 from jax_mx.launch import partition
 from jax_mx.launch.partition import Rule, Split
 from jax_mx.launch.targets import Target
-from jax_mx.lowering.plan import ProductPlan, described, plan_in
-from jax_mx.ops import metadata
-from jax_mx.ops.mxarray import MXArray
 from jax_mx.products import kernel_plans, kernels
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.decide import chips_of
 from jax_mx.products.implementations import IMPLEMENTATIONS
+from jax_mx.quantizing import metadata
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.plan import ProductPlan, described, plan_in
 
 NAME = "product"
 _CARRIED = "is lowered for the chip that is here, and this program may leave it"

@@ -14,19 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays import views
-from jax_mx.arrays.checks import is_symbolic
-from jax_mx.facts.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
-from jax_mx.facts.layouts import BLOCKED_128X4, ROW_MAJOR
-from jax_mx.facts.tensor_cores import TCGEN05
+from jax_mx.formats import views
+from jax_mx.formats.checks import is_symbolic
+from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
+from jax_mx.formats.layouts import BLOCKED_128X4, ROW_MAJOR
 from jax_mx.launch import targets
-from jax_mx.ops.groups import Groups
-from jax_mx.ops.mxarray import MXArray, floats_of
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, is_along, refused
+from jax_mx.products.groups import Groups
+from jax_mx.products.ragged import clamped
 from jax_mx.products.tcgen05_kernel import ROWS as TILE
 from jax_mx.products.tcgen05_kernel import Items, Side, depth_of, product
-from jax_mx.reference import rows_of
-from jax_mx.reference.ragged import clamped
+from jax_mx.products.tensor_cores import TCGEN05
+from jax_mx.quantizing.mxarray import MXArray, floats_of
+from jax_mx.quantizing.reference import rows_of
 
 NAME = "tcgen05"
 VERSION = (0, 11, 2)  # of JAX, whose interpreter executes the kernel

@@ -11,10 +11,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
-from jax_mx.arrays.checks import shown, whole
+from jax_mx.collectives.barrier import notes_in
+from jax_mx.formats.checks import shown, whole
 from jax_mx.launch import private, targets
-from jax_mx.lowering.barrier import notes_in
-from jax_mx.ops.progress import progress as progress_of
 from jax_mx.products import choices, measuring
 from jax_mx.products.choices import Choice, Cost, Key, Measured
 from jax_mx.products.contraction import Contraction, key_of
@@ -24,6 +23,7 @@ from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.multiply import contractions_in, equations
 from jax_mx.products.recipes import Chosen
 from jax_mx.products.splitting import as_traced
+from jax_mx.progress import progress as progress_of
 
 GLOBAL_SHAPES = (
     "Some calls stand on a mesh with automatic axes: a trace knows their global shapes alone, so "

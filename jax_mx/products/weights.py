@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.arrays.checks import shown, whole
-from jax_mx.facts.formats import BLOCK
-from jax_mx.ops.mxarray import MXArray
+from jax_mx.formats.checks import shown, whole
+from jax_mx.formats.formats import BLOCK
 from jax_mx.products.auto import resolved_for_weights
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.recipes import AUTO, Recipe
+from jax_mx.quantizing.mxarray import MXArray
 
 OP = "quantize_weights"
 

@@ -225,9 +225,9 @@ class Emulator:
         if kernel.user_sgprs != user:
             raise NotImplementedError(f"{kernel.name} has arguments preloaded")
         number = numbers[group]
-        place = (number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1]))
+        workgroup = (number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1]))
         for i, axis in enumerate(kernel.workgroup_ids):
-            scalar[user + i] = place[axis]
+            scalar[user + i] = workgroup[axis]
         registers = 8 * ((kernel.rsrc1 & 63) + 1)
         vector = np.full((registers, len(group), 64), GARBAGE, U32)
         thread = wave[:, None] * 64 + _LANE
@@ -384,7 +384,7 @@ class Emulator:
         value = np.array([(inst.simm16 ^ 0x8000) - 0x8000], I32)
         if kinds[-1] == "u":
             value = value.astype(U32) & U32(0xFFFF)
-        old = [_scalar_source(kind, to, None) for kind in kinds[:-1]]
+        old = [_scalar_source(letter, to, None) for letter in kinds[:-1]]
         return self._scalar_step(name, [*old, lambda w: value], to)
 
     def _smem(self, name: str, inst: Any, _: int) -> Step:
@@ -556,8 +556,8 @@ class Emulator:
         shifts = [8 * ((inst.opsel >> i & 1) + 2 * (inst.opsel_hi >> i & 1)) for i in range(2)]
 
         def scales(w: Waves) -> tuple:
-            words = (np.broadcast_to(source(w), w.active.shape) for source in sources)
-            pairs = zip(words, shifts, strict=True)
+            scale_words = (np.broadcast_to(source(w), w.active.shape) for source in sources)
+            pairs = zip(scale_words, shifts, strict=True)
             return tuple(word >> U32(shift) & U32(0xFF) for word, shift in pairs)
 
         return self._matrix_step(isa.MATRICES[name], inst, formats, scales)
@@ -602,8 +602,8 @@ class Emulator:
         negate = (inst.neg, inst.neg_hi)
         halves = [
             [
-                self._half(kind, register, choose[half] >> i & 1, negate[half] >> i & 1)
-                for i, (kind, register) in enumerate(zip(kinds, registers, strict=True))
+                self._half(letter, register, choose[half] >> i & 1, negate[half] >> i & 1)
+                for i, (letter, register) in enumerate(zip(kinds, registers, strict=True))
             ]
             for half in range(2)
         ]
@@ -634,8 +634,8 @@ class Emulator:
 
         return step
 
-    def _half(self, kind: str, register: int, high: int, negate: int) -> Source:
-        if kind == "h":
+    def _half(self, letter: str, register: int, high: int, negate: int) -> Source:
+        if letter == "h":
             if negate or (register >= LITERAL - 15 and register < VECTORS):
                 raise NotImplementedError("a sign or a float constant of a 16-bit pair")
             (source,) = self._vectors("u", (register,), None)
@@ -643,7 +643,7 @@ class Emulator:
             return lambda w: source(w) >> shift & U32(0xFFFF)
         # Constants have no second half: both halves are the constant.
         step = high if register < 128 or register >= VECTORS else 0
-        (source,) = self._vectors(kind, (register + step,), None, negate)
+        (source,) = self._vectors(letter, (register + step,), None, negate)
         return source
 
     def _sdwa(self, name: str, inst: Any, _: int) -> Step:
@@ -718,13 +718,13 @@ class Emulator:
                 whole = w.pair(base)[:, None] + w.vector[index - VECTORS].astype(U64)
             return (whole + offset)[w.active]
 
-        kind, what = name.removeprefix("global_").split("_", 1)
-        _unused(inst.data if kind == "load" else inst.vdst)
-        if kind == "load":
-            size, part = isa.LOADS[what]
+        access, width = name.removeprefix("global_").split("_", 1)
+        _unused(inst.data if access == "load" else inst.vdst)
+        if access == "load":
+            size, part = isa.LOADS[width]
             to = _register(inst.vdst.offset, inst.acc)
             return lambda w: write_loaded(w, to(w), w.space.memory.load(address(w), size), part)
-        size, part = isa.STORES[what] if kind == "store" else {}[name]
+        size, part = isa.STORES[width] if access == "store" else {}[name]
         data = _register(inst.data.offset - VECTORS, inst.acc)
         return lambda w: w.space.memory.store(address(w), size, stored(w, data(w), size, part))
 
@@ -738,40 +738,40 @@ class Emulator:
             return _gather_lanes(index, inst.data0.offset - VECTORS, inst.vdst.offset, both)
         if name == "ds_swizzle_b32":
             return _swizzle(index, inst.vdst.offset, both)
-        kind, what = name.removeprefix("ds_").split("_", 1)
-        size, part = (isa.LOADS if kind.startswith("read") else isa.STORES)[what]
-        unit = size * (64 if kind.endswith("st64") else 1)
-        two = "2" in kind
+        access, width = name.removeprefix("ds_").split("_", 1)
+        size, part = (isa.LOADS if access.startswith("read") else isa.STORES)[width]
+        unit = size * (64 if access.endswith("st64") else 1)
+        two = "2" in access
         offsets = [inst.offset0 * unit, inst.offset1 * unit] if two else [both]
 
         def places(w: Waves, offset: int) -> tuple[np.ndarray, np.ndarray]:
             group = np.broadcast_to(w.workgroup[:, None], w.active.shape)[w.active]
             return group, w.vector[index][w.active] + U32(offset)
 
-        _unused(*(() if two and not kind.startswith("read") else (inst.data1,)))
-        if kind.startswith("read"):
-            to, words = _register(inst.vdst.offset, inst.acc), max(size // 4, 1)
+        _unused(*(() if two and not access.startswith("read") else (inst.data1,)))
+        if access.startswith("read"):
+            to, count = _register(inst.vdst.offset, inst.acc), max(size // 4, 1)
 
             def read(w: Waves) -> None:
                 loaded = [w.space.shared.load(*places(w, offset), size) for offset in offsets]
-                for i, found in enumerate(loaded):
-                    write_loaded(w, to(w) + i * words, found, part)
+                for i, values in enumerate(loaded):
+                    write_loaded(w, to(w) + i * count, values, part)
 
             return read
         data = [_register(d.offset - VECTORS, inst.acc) for d in (inst.data0, inst.data1)]
 
         def write(w: Waves) -> None:
             for register, offset in zip(data, offsets):  # noqa: B905
-                words = stored(w, register(w), size, part)
-                w.space.shared.store(*places(w, offset), size, words)
+                values = stored(w, register(w), size, part)
+                w.space.shared.store(*places(w, offset), size, values)
 
         return write
 
     # ---- operands ---
     def _scalars(self, kinds: str, registers: Sequence[int], inst: Any) -> list[Source]:
         return [
-            _scalar_source(kind, register, getattr(inst, "literal", None))
-            for kind, register in zip(kinds, registers, strict=True)
+            _scalar_source(letter, register, getattr(inst, "literal", None))
+            for letter, register in zip(kinds, registers, strict=True)
         ]
 
     def _vectors(
@@ -786,13 +786,13 @@ class Emulator:
         """Sources of a vector instruction; bit i of the last three is about source i."""
         literal = getattr(inst, "literal", None)
         sources = []
-        for i, kind in enumerate(kinds):
+        for i, letter in enumerate(kinds):
             signs = (bool(negate >> i & 1), bool(magnitude >> i & 1))
-            if any(signs) and kind not in "fF":
+            if any(signs) and letter not in "fF":
                 raise NotImplementedError("the sign of an integer source")
-            if select >> i & 1 and kind not in "he":
+            if select >> i & 1 and letter not in "he":
                 raise NotImplementedError("half of a 32-bit source")
-            source = _vector_source(kind, registers[i], literal, bool(select >> i & 1))
+            source = _vector_source(letter, registers[i], literal, bool(select >> i & 1))
             sources.append(_signed(source, *signs) if any(signs) else source)
         return sources
 
@@ -855,22 +855,22 @@ def write_loaded(w: Waves, register: int, words: list[np.ndarray], part: str) ->
 
 def stored(w: Waves, register: int, size: int, part: str) -> list[np.ndarray]:
     """Words of the active lanes, for memory."""
-    words = [w.vector[register + i][w.active] for i in range(max(size // 4, 1))]
-    return [word >> U32(16) for word in words] if part == "high" else words
+    values = [w.vector[register + i][w.active] for i in range(max(size // 4, 1))]
+    return [word >> U32(16) for word in values] if part == "high" else values
 
 
-def _constant(register: int, literal: int | None, kind: str) -> int | None:
+def _constant(register: int, literal: int | None, letter: str) -> int | None:
     """The bits of an operand that is one."""
-    bits = 64 if kind in "UIF" else 32
+    bits = 64 if letter in "UIF" else 32
     if 128 <= register <= 192:
         return register - 128
     if 193 <= register <= 208:
         return 192 - register & (1 << bits) - 1
-    if register in _FLOATS and kind == "F":
+    if register in _FLOATS and letter == "F":
         return int(np.array(_FLOATS[register], F64).view(U64))
     if register in _FLOATS and bits == 32:
         return int(np.array(_FLOATS[register], F32).view(U32))
-    if register == LITERAL and literal is not None and kind == "F":
+    if register == LITERAL and literal is not None and letter == "F":
         return literal << 32  # the upper half of a float64
     # To 64 bits a literal is extended; how, shows in those with a sign only.
     if register == LITERAL and literal is not None and (bits == 32 or not literal >> 31):
@@ -880,53 +880,53 @@ def _constant(register: int, literal: int | None, kind: str) -> int | None:
     return None
 
 
-def _scalar_source(kind: str, register: int, literal: int | None) -> Source:
-    bits = 64 if kind in "UIF" else 32
-    value = _constant(register, literal, kind)
+def _scalar_source(letter: str, register: int, literal: int | None) -> Source:
+    bits = 64 if letter in "UIF" else 32
+    value = _constant(register, literal, letter)
     if value is not None:
-        constant = _typed(np.array([value], U64 if bits == 64 else U32), kind)
+        constant = _typed(np.array([value], U64 if bits == 64 else U32), letter)
         return lambda w: constant
     if register == SCC:
-        return lambda w: _typed(w.scc.astype(U32), kind)
+        return lambda w: _typed(w.scc.astype(U32), letter)
     if bits == 64:
-        return lambda w: _typed(w.pair(register), kind)
-    return lambda w: _typed(w.scalar[register], kind)
+        return lambda w: _typed(w.pair(register), letter)
+    return lambda w: _typed(w.scalar[register], letter)
 
 
-def _vector_source(kind: str, register: int, literal: int | None, high: bool) -> Source:
-    if kind == "m":
+def _vector_source(letter: str, register: int, literal: int | None, high: bool) -> Source:
+    if letter == "m":
         return lambda w: unpack(w.pair(register))
     if register < VECTORS:
-        if kind in "he" and 128 <= register and not 128 <= register <= 208:
+        if letter in "he" and 128 <= register and not 128 <= register <= 208:
             raise NotImplementedError("a float constant of 16 bits")
-        scalar = _scalar_source("u" if kind in "he" else kind, register, literal)
+        scalar = _scalar_source("u" if letter in "he" else letter, register, literal)
         column: Source = lambda w: scalar(w)[:, None]  # noqa: E731
-    elif kind in "UIF":
+    elif letter in "UIF":
         pair: Source = lambda w: _vector_pair(w, register - VECTORS)  # noqa: E731
-        return lambda w: _typed(pair(w), kind)
+        return lambda w: _typed(pair(w), letter)
     else:
         column = lambda w: w.vector[register - VECTORS]  # noqa: E731
-    if kind in "he":
+    if letter in "he":
         shift = U32(16 * high)
-        return lambda w: _typed(column(w) >> shift & U32(0xFFFF), kind)
-    return lambda w: _typed(column(w), kind)
+        return lambda w: _typed(column(w) >> shift & U32(0xFFFF), letter)
+    return lambda w: _typed(column(w), letter)
 
 
 def _vector_pair(w: Waves, index: int) -> np.ndarray:
     return w.vector[index].astype(U64) | w.vector[index + 1].astype(U64) << U64(32)
 
 
-def _typed(x: np.ndarray, kind: str) -> np.ndarray:
+def _typed(x: np.ndarray, letter: str) -> np.ndarray:
     """These bits as the type of a signature's letter."""
-    if kind == "e":
+    if letter == "e":
         return x.astype(np.uint16).view(np.float16)
-    to = {"i": I32, "f": F32, "I": I64, "F": F64}.get(kind)
+    to = {"i": I32, "f": F32, "I": I64, "F": F64}.get(letter)
     return x if to is None or x.dtype == to else np.ascontiguousarray(x).view(to)
 
 
 def _with_carry(w: Waves, kinds: str, bits: list[np.ndarray]) -> list[np.ndarray]:
     """A signature's sources from their bits; VCC is the lane mask that it may end with."""
-    values = [_typed(x, kind) for x, kind in zip(bits, kinds.removesuffix("m"), strict=True)]
+    values = [_typed(x, letter) for x, letter in zip(bits, kinds.removesuffix("m"), strict=True)]
     return [*values, unpack(w.pair(VCC))] if kinds.endswith("m") else values
 
 
@@ -1008,9 +1008,9 @@ def _gather_lanes(index: int, data: int, to: int, offset: int) -> Step:
 
     def step(w: Waves) -> None:
         lanes = (w.vector[index] + U32(offset) >> U32(2) & U32(63)).astype(np.int64)
-        found = np.take_along_axis(w.vector[data], lanes, axis=1)
+        gathered = np.take_along_axis(w.vector[data], lanes, axis=1)
         there = np.take_along_axis(w.active, lanes, axis=1)
-        write_vector(w, to, np.where(there, found, U32(0)))
+        write_vector(w, to, np.where(there, gathered, U32(0)))
 
     return step
 

@@ -193,7 +193,7 @@ def _launch(
         array = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address))
         places[address] = memory.add(array, is_result, name=f"buffer {i}")
     for parameter in emulator.code.kernels[symbol].parameters:
-        if parameter.kind == "global_buffer":
+        if parameter.value_kind == "global_buffer":
             (address,) = struct.unpack_from("<Q", block, parameter.offset)
             if address not in places:
                 raise Fault(f"the pointer {address:#x} is to no buffer of the call")

@@ -67,8 +67,8 @@ def _exp2(x: np.ndarray) -> np.ndarray:
         exact = np.exp2(x.astype(F64))
         nearest = exact.astype(F32)
     away = np.where(bits(x) & U32(1), F32(0), F32(np.inf))
-    found = np.where(nearest == exact, nearest, np.nextafter(nearest, away, dtype=F32))
-    return np.where(found < np.finfo(F32).tiny, F32(0), found)
+    result = np.where(nearest == exact, nearest, np.nextafter(nearest, away, dtype=F32))
+    return np.where(result < np.finfo(F32).tiny, F32(0), result)
 
 
 def minimum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -150,11 +150,11 @@ def fused64(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     (xh, xl), (yh, yl) = halves
     rest = ((xh * yh - product) + xh * yl + xl * yh) + xl * yl
     high, low = _two(z, rest)
-    total, beside = _two(product, high)
-    _, odd = _to_odd(low, beside)
+    total, error = _two(product, high)
+    _, odd = _to_odd(low, error)
     exact = np.isfinite(product) & np.isfinite(z)
-    found = np.where(total == 0, product + z, total + odd)  # zeros by the signs of both
-    return np.where(exact, np.where((total == 0) & (odd != 0), odd, found), product + z)
+    rounded = np.where(total == 0, product + z, total + odd)  # zeros by the signs of both
+    return np.where(exact, np.where((total == 0) & (odd != 0), odd, rounded), product + z)
 
 
 # AMD says of v_rcp_f64 and v_rsq_f64: within 2^29 units in the last place. So they are off by this.
@@ -299,9 +299,9 @@ SCALAR: Mapping[str, Op] = {
     "s_and_saveexec_b64": ("UX", _saveexec(np.bitwise_and)),
     "s_or_saveexec_b64": ("UX", _saveexec(np.bitwise_or)),
     "s_andn2_saveexec_b64": ("UX", _saveexec(lambda x, e: x & ~e)),
-    **{f"s_{cmp}_{name}_{kind}32": (kind * 2, lambda x, y, _,
+    **{f"s_{cmp}_{name}_{letter}32": (letter * 2, lambda x, y, _,
         op=op: (None, op(x, y))) for cmp in ("cmp", "cmpk") for name,
-        op in _compare.items() for kind in "ui" if name != "ne"},
+        op in _compare.items() for letter in "ui" if name != "ne"},
     "s_cmp_eq_u64": ("UU", lambda x, y, _: (None, x == y)),
     "s_cmp_lg_u64": ("UU", lambda x, y, _: (None, x != y)),
 }  # fmt: skip
@@ -387,18 +387,18 @@ VECTOR: Mapping[str, Op] = {
     "v_rcp_f64": ("F", _reciprocal64),
     "v_rsq_f64": ("F", _reciprocal_root64),
     "v_cvt_f16_f32": ("f", lambda x: x.astype(np.float16).view(np.uint16).astype(U32)),
-    **{f"v_cmp_{name}_{kind}": (letter * 2, op) for name, op in _compare.items() for kind,
+    **{f"v_cmp_{name}_{suffix}": (letter * 2, op) for name, op in _compare.items() for suffix,
         letter in (("u32", "u"), ("i32", "i"), ("u64", "U"), ("i64", "I"),
         ("u16", "h")) if name != "lg"},
-    **{f"v_cmp_{name}_{kind}": (letter * 2, op) for name, op in _compare.items() for kind,
+    **{f"v_cmp_{name}_{suffix}": (letter * 2, op) for name, op in _compare.items() for suffix,
         letter in (("f32", "f"), ("f64", "F"), ("f16", "e")) if name not in ("ne", "lg")},
     "v_cmp_lg_f32": ("ff", lambda x, y: (x < y) | (x > y)),
     "v_cmp_neq_f32": ("ff", np.not_equal),
     "v_cmp_neq_f64": ("FF", np.not_equal),
     **{  # true of NaNs
-        f"v_cmp_n{name}_{kind}": (letter * 2, lambda x, y, op=_compare[name]: ~op(x, y))
+        f"v_cmp_n{name}_{suffix}": (letter * 2, lambda x, y, op=_compare[name]: ~op(x, y))
         for name in ("lt", "le", "gt", "ge")
-        for kind, letter in (("f32", "f"), ("f16", "e"))
+        for suffix, letter in (("f32", "f"), ("f16", "e"))
     },
     "v_cmp_u_f32": ("ff", lambda x, y: np.isnan(x) | np.isnan(y)),
     "v_cmp_o_f32": ("ff", lambda x, y: ~(np.isnan(x) | np.isnan(y))),
@@ -408,8 +408,8 @@ VECTOR: Mapping[str, Op] = {
 # On gfx950: lanes of the second register swap with lanes of the first, so many before them.
 SWAPS: Mapping[str, int] = {"v_permlane16_swap_b32": 16, "v_permlane32_swap_b32": 32}
 
-# Any function of three bits, given as a table; the bits that it computes. What the others become
-# is not documented, so it is garbage.
+# Any function of three bits, given as a table; the bits that it computes. The other bits
+# are not documented, so they are garbage.
 TRUTH_TABLES: Mapping[str, np.uint32] = {
     "v_bitop3_b32": U32(0xFFFFFFFF),
     "v_bitop3_b16": U32(0x0000FFFF),

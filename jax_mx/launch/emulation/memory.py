@@ -18,7 +18,7 @@ class Buffer:
     size: int
     writable: bool
     bytes: np.ndarray  # uint8 (size,)
-    words: np.ndarray  # uint32, from the last multiple of 4 at or before the address
+    uint32s: np.ndarray  # from the last multiple of 4 at or before the address
     name: str
     array: np.ndarray  # whose bytes these are
 
@@ -57,8 +57,8 @@ class Global:
         if (host - address) % 4:
             raise ValueError(f"address {address:#x} has other low bits than the array, {host:#x}")
         whole = -(-(size + host % 4) // 4) * 4 if size else 0
-        words = _view(host - host % 4, whole).view(np.uint32)
-        buffer = Buffer(address, size, writable, _view(host, size), words, name, array)
+        uint32s = _view(host - host % 4, whole).view(np.uint32)
+        buffer = Buffer(address, size, writable, _view(host, size), uint32s, name, array)
         self.buffers.append(buffer)
         return address
 
@@ -69,7 +69,7 @@ class Global:
         buffer, at = self._find(addresses, size, "read")
         if size >= 4:
             first = (at + buffer.address % 4) >> 2
-            return [buffer.words[first + i] for i in range(size // 4)]
+            return [buffer.uint32s[first + i] for i in range(size // 4)]
         parts = [buffer.bytes[at + i].astype(np.uint32) << np.uint32(8 * i) for i in range(size)]
         return [sum(parts[1:], parts[0])]
 
@@ -83,23 +83,23 @@ class Global:
         if size >= 4:
             first = (at + buffer.address % 4) >> 2
             for i in range(size // 4):
-                buffer.words[first + i] = words[i]
+                buffer.uint32s[first + i] = words[i]
         else:
             for i in range(size):
                 buffer.bytes[at + i] = (words[0] >> np.uint32(8 * i)).astype(np.uint8)
 
-    def _find(self, addresses: np.ndarray, size: int, what: str) -> tuple[Buffer, np.ndarray]:
+    def _find(self, addresses: np.ndarray, size: int, access: str) -> tuple[Buffer, np.ndarray]:
         """The buffer that all accesses lie in, and where in it."""
         odd = (addresses & np.uint64(min(size, 4) - 1)) != 0
         if odd.any():
-            raise Fault(f"unaligned {what} of {size} bytes at {int(addresses[odd][0]):#x}")
+            raise Fault(f"unaligned {access} of {size} bytes at {int(addresses[odd][0]):#x}")
         low, high = int(addresses.min()), int(addresses.max()) + size
         for buffer in self.buffers:
             if buffer.address <= low and high <= buffer.address + buffer.size:
                 return buffer, (addresses - np.uint64(buffer.address)).astype(np.int64)
         near = [b for b in self.buffers if b.address <= high and low <= b.address + b.size]
         where = near[0].name or "a buffer" if near else "every buffer"
-        raise Fault(f"{what} of {size} bytes out of bounds of {where}: {low:#x} to {high:#x}")
+        raise Fault(f"{access} of {size} bytes out of bounds of {where}: {low:#x} to {high:#x}")
 
 
 class Shared:
@@ -109,13 +109,13 @@ class Shared:
         self.size = size
         self.stride = -(-max(size, 16) // 16) * 16
         self.bytes = np.full(workgroups * self.stride, 0xC5, np.uint8)
-        self.words = self.bytes.view(np.uint32)
+        self.uint32s = self.bytes.view(np.uint32)
 
     def load(self, workgroup: np.ndarray, address: np.ndarray, size: int) -> list[np.ndarray]:
         """As `Global.load`, for lanes (n,) of these workgroups."""
         at = self._find(workgroup, address, size)
         if size >= 4:
-            return [self.words[(at >> 2) + i] for i in range(size // 4)]
+            return [self.uint32s[(at >> 2) + i] for i in range(size // 4)]
         parts = [self.bytes[at + i].astype(np.uint32) << np.uint32(8 * i) for i in range(size)]
         return [sum(parts[1:], parts[0])]
 
@@ -126,7 +126,7 @@ class Shared:
         at = self._find(workgroup, address, size)
         if size >= 4:
             for i in range(size // 4):
-                self.words[(at >> 2) + i] = words[i]
+                self.uint32s[(at >> 2) + i] = words[i]
         else:
             for i in range(size):
                 self.bytes[at + i] = (words[0] >> np.uint32(8 * i)).astype(np.uint8)

@@ -1,0 +1,1 @@
+"""Moves of MX arrays between devices."""

@@ -1,1 +1,0 @@
-"""The meaning and the places of bytes: tables without JAX, which the kernels' build reads too."""

@@ -1,0 +1,1 @@
+"""Checkpoints: files of our own, and those that other libraries write."""

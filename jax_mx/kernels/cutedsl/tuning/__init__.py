@@ -1,1 +1,0 @@
-"""One table per arch, see `jax_mx/kernels/tuning.py`."""

@@ -1,1 +1,0 @@
-"""How an operation becomes a call in XLA: primitives, which kernel serves, where it comes from."""

@@ -1,0 +1,1 @@
+"""Kernels of products for NVIDIA, in CuTeDSL."""

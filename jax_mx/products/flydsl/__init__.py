@@ -1,0 +1,1 @@
+"""Kernels of products for AMD, in FlyDSL."""

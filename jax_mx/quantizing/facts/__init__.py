@@ -1,0 +1,1 @@
+"""Tables of what kernels compute, without JAX."""

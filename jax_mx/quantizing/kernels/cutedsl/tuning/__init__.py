@@ -1,0 +1,1 @@
+"""One table per arch, see `jax_mx/quantizing/kernels/tuning.py`."""
