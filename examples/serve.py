@@ -27,7 +27,7 @@ LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 RULES = {r".*(embed_tokens|lm_head).*": None, ".*": "mxfp8"}  # of a checkpoint in floats
 ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
-FEW = 8  # tokens, up to which a kernel norms and multiplies at once
+FEW = 4  # tokens, up to which a kernel norms and multiplies at once
 product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
 
 

@@ -121,6 +121,7 @@ class Direct(ProductEntry):
         ahead: cutlass.Constexpr = self.ahead(arrays, scalars, tid)
         if (index < tiles) & (first < steps):
             self.load(w, s, start, codes, scales, first, steps, deep, lane % 4)
+            self.fetch(w, start, first + apart, steps, deep, lane % 4)
         x = self.x_of(arrays, scalars, ahead, tid)
         while index < tiles:
             acc.fill(0.0)
@@ -146,6 +147,10 @@ class Direct(ProductEntry):
     def ahead(self, arrays, scalars, tid: Int32):
         """The part of x that is asked for before W; none."""
         del arrays, scalars, tid
+
+    def fetch(self, w, start, first: Int32, steps: Int32, deep: Int32, q: Int32):
+        """Brings codes into L2 while x is made; none."""
+        del w, start, first, steps, deep, q
 
     def x_of(self, arrays, scalars, ahead, tid: Int32):
         """The pointer to the rows that W meets."""

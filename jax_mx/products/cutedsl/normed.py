@@ -12,9 +12,10 @@ Waiting: all threads of a thread block meet three times before their first tile.
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
+from jax_mx.formats.formats import BLOCK
 from jax_mx.launch.rule import Scalar
 from jax_mx.norms.cutedsl import add_to, add_vector, factor_of, normed, over_warp
-from jax_mx.products.cutedsl.matmul_vector import Direct, Lines
+from jax_mx.products.cutedsl.matmul_vector import LINE, STEP, Direct, Lines
 from jax_mx.products.cutedsl.products import ProductEntry, vector
 from jax_mx.quantizing.facts.product_kernels import NORMED_ELEMENTS, ProductKernel
 from jax_mx.quantizing.facts.signatures import Array
@@ -80,6 +81,17 @@ class Normed(Direct):
         if is_there:
             for j in range_constexpr(cute.size(to) // 4):
                 cute.autovec_copy(self.placed(Int32(at) + 16 * j, 4), to[None, j])
+
+    @cute.jit
+    def fetch(self, w, start: cutlass.Constexpr, first: Int32, steps: Int32, deep: Int32, q: Int32):
+        """The steps behind those that registers wait for: memory has work while rows are normed."""
+        if (q == 0) & (first < steps):
+            for i in range_constexpr(self.steps):
+                step = Int64(cutlass.min(first + i, steps - 1))
+                for r in range_constexpr(2):
+                    at = w.toint() + (start[r] + step * STEP) * (BLOCK // self.per)
+                    for c in range_constexpr(self.lines):
+                        convert.ptx("prefetch.global.L2 [{$r0}];", None, at + c * LINE)
 
     def fragment(self, *shape: int):
         """Registers for so many vectors of elements."""
