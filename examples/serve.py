@@ -8,7 +8,6 @@
 
 import argparse
 import re
-import runpy
 import sys
 import tempfile
 import time
@@ -21,55 +20,38 @@ import jax.numpy as jnp
 import jax_mx
 
 sys.path.append(str(Path(__file__).parent))
-from attention_kernels.function import decode_attention, parts, turns_of
+import random_llama
+from attention_kernels.function import attend
 
-LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 RULES = {r".*(embed_tokens|lm_head).*": None, ".*": "mxfp8"}  # of a checkpoint in floats
-ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
 FEW = 4  # tokens, up to which a kernel norms and multiplies at once
 product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
 
 
-def norm(config, x, weight):
-    """RMS norm of the last axis."""
-    x32, eps = x.astype(jnp.float32), config["rms_norm_eps"]
-    return (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
-
-
 def normed_product(config, x, more, weight, w, activation=None):
-    """The product of the norm of x + more, perhaps between gates and ups; and the sum."""
+    """The product of the RMS norm of x + more, perhaps of gates and ups; and the sum."""
+    eps = config["rms_norm_eps"]
     if isinstance(w, jax_mx.MXArray) and x.size <= FEW * x.shape[-1]:
-        how = {"eps": config["rms_norm_eps"], "activation": activation}
-        return jax_mx.normed_matmul(x, more, weight, w, **how)
+        return jax_mx.normed_matmul(x, more, weight, w, eps=eps, activation=activation)
     x = x + more
-    y = product(norm(config, x, weight), w)
+    x32 = x.astype(jnp.float32)
+    factor = jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)
+    y = product((x32 * factor).astype(x.dtype) * weight, w)
     if activation:
-        gate, up = jnp.split(y, 2, -1)
-        y = jax.nn.silu(gate) * up
+        y = jax.nn.silu(y[..., : y.shape[-1] // 2]) * y[..., y.shape[-1] // 2 :]
     return y, x
 
 
 def layer(config, w, cache, x, more, start):
-    """A layer of a prompt (B, S, width) at its start, or of a token; and its cache.
-
-    Its input is x + more, and so is its output: the next norm adds them.
-    """
-    (b, s, _), heads, groups = x.shape, config["num_attention_heads"], cache.shape[2] // 2
-    turns = turns_of(start + jnp.arange(s), config["rope_theta"], config["head_dim"])
+    """A layer of a prompt (B, S, width) or a token, whose input is x + more, as its output is."""
+    b, s, _ = x.shape
     qkv, x = normed_product(config, x, more, w["input_layernorm"], w["self_attn.qkv_proj"])
-    qkv = qkv.reshape(b, s, heads + 2 * groups, -1)
-    if s == 1:
-        each = jnp.broadcast_to(turns[None], (b, 1, 1, turns.shape[2]))
-        y, cache = decode_attention(qkv, cache, each, jnp.full((b, 1, 1, 1), start))
-    else:
-        q, kv = parts(qkv, turns, groups)
-        k, v = jnp.split(kv, 2, 2)
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=ATTENTION)
-        cache = jax.lax.dynamic_update_slice_in_dim(cache, kv, start, axis=1)
+    qkv = qkv.reshape(b, s, -1, config["head_dim"])
+    y, cache = attend(qkv, cache, start, config["rope_theta"])
     more = product(y.reshape(b, s, -1), w["self_attn.o_proj"])
-    between = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
-    y, x = normed_product(config, x, more, *between)
+    gates = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
+    y, x = normed_product(config, x, more, *gates)
     return x, product(y, w["mlp.down_proj"]), cache
 
 
@@ -79,8 +61,8 @@ def forward(config, model, cache, tokens, start):
     more = jnp.zeros_like(x)
     for i, w in enumerate(model["layers"]):
         x, more, cache[i] = layer(config, w, cache[i], x, more, start)
-    last = x[:, -1], more[:, -1], model["norm"], model["lm_head"]
-    return normed_product(config, *last)[0], cache
+    end = model["norm"], model["lm_head"]
+    return normed_product(config, x[:, -1], more[:, -1], *end)[0], cache
 
 
 def empty_cache(config, batch, length):
@@ -104,7 +86,7 @@ def generate(config, steps, model, prompt):
 
 def load(folder):
     """The config of a Llama, and its weights by layer."""
-    config = LLAMA["config_of"](folder)
+    config = random_llama.config_of(folder)
     params = jax_mx.quantize_params(jax_mx.load_checkpoint(folder, join=JOIN), RULES)
     model = {"layers": [{} for _ in range(config["num_hidden_layers"])]}
     for name, w in params.items():
@@ -122,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as tiny:
         if not options.folder:
-            LLAMA["write"](Path(tiny), "tiny")
+            random_llama.write(Path(tiny), "tiny")
         config, model = load(options.folder or tiny)
     prompt = jnp.array([options.prompt], jnp.int32)
     run = jax.jit(partial(generate, config, options.steps)).lower(model, prompt).compile()

@@ -1,4 +1,4 @@
-"""Attention of one token to a KV cache, which the token joins, in one kernel on NVIDIA."""
+"""Attention with a KV cache: of a prompt by JAX, of a token by one kernel on NVIDIA."""
 
 from functools import partial
 
@@ -49,7 +49,18 @@ kernel = Kernel(
 )
 
 
-def decode_attention(qkv, cache, turns, length):
-    """`attended`, by a kernel if it takes such heads."""
-    takes = qkv.shape[3] == D and qkv.shape[2] * 2 == (SHARED + 2) * cache.shape[2]
-    return (kernel if takes else attended)(qkv, cache, turns, length)
+def attend(qkv, cache, start, theta):
+    """The attention of a prompt, which begins a cache, or of a token at position `start`.
+
+    qkv is (B, S, heads, D); the cache see `attended`. Gives (B, S, heads of queries, D), the cache.
+    """
+    (b, s, heads, size), groups = qkv.shape, cache.shape[2] // 2
+    turns = turns_of(start + jnp.arange(s), theta, size)
+    if s == 1:
+        takes = size == D and heads == (SHARED + 2) * groups
+        each = jnp.broadcast_to(turns[None], (b, 1, 1, size)), jnp.full((b, 1, 1, 1), start)
+        return (kernel if takes else attended)(qkv, cache, *each)
+    q, kv = parts(qkv, turns, groups)
+    how = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    y = jax.nn.dot_product_attention(q, *jnp.split(kv, 2, 2), is_causal=True, implementation=how)
+    return y, jax.lax.dynamic_update_slice_in_dim(cache, kv, start, axis=1)
