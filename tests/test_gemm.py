@@ -485,18 +485,18 @@ def test_normed_kernels_are_exact(variant):
         x, signs = floats(rng, (m, k)), rng.integers(0, 2, (m, k)) * 8 - 4
         w = integers(rng, (n, k), format, exponents=1)
         weight = floats(rng, k)
-        each = [
+        ways = [
             normed(x, jnp.asarray(signs, x.dtype) - x, weight, w, variant, implementation)
             for implementation in ("cutedsl", "xla")
         ]
-        for got, want in zip(*each, strict=True):
+        for got, want in zip(*ways, strict=True):
             assert_bits_equal(got, want, f"{m} x {n} x {k}")
     x = jnp.asarray(rng.normal(size=(2, rows, 640)), jnp.bfloat16)
     x = x.at[0, 1, 5].set(jnp.nan).at[1, 2, 7].set(jnp.inf).at[0, 3].set(1e-40)
     w = changed(integers(rng, (96, 640), format), scales=[((5, 3), 255)])
     weight = floats(rng, 640)
-    each = [normed(*x, weight, w, variant, way, 1e-5) for way in ("cutedsl", "xla")]
-    (y, total), (want, sums) = each
+    ways = [normed(*x, weight, w, variant, way, 1e-5) for way in ("cutedsl", "xla")]
+    (y, total), (want, sums) = ways
     assert_bits_equal(total, sums)
     y, want = (np.asarray(a.astype(jnp.float32)) for a in (y, want))
     np.testing.assert_allclose(y, want, rtol=0.02, atol=0.01 * np.nanstd(want))
@@ -505,9 +505,9 @@ def test_normed_kernels_are_exact(variant):
 def normed(x, residual, weight, w, variant, implementation, eps=0.0):
     """[y, x + residual], by the kernel or by its reference."""
     poison_memory()
-    dtype, how = jnp.dtype(jnp.bfloat16), {"activation": variant.activation, "eps": eps}
-    how["implementation"] = implementation
-    plan = ProductPlan("normed", variant.formats, dtype, False, variant.rows, **how)
+    dtype, options = jnp.dtype(jnp.bfloat16), {"activation": variant.activation, "eps": eps}
+    options["implementation"] = implementation
+    plan = ProductPlan("normed", variant.formats, dtype, False, variant.rows, **options)
     bind = jax.jit(functools.partial(products_p["normed"].bind, plan=plan))
     return bind(x, residual, weight, w.values[None], w.scales[None])
 

@@ -59,8 +59,8 @@ def test_a_batch_is_more_rows(batch):
     f = function(w, "swiglu")
     for got, its in zip(jax.vmap(f, (0, 0, None))(*args), f(*args), strict=True):
         assert_bits_equal(got, its)
-    each = [jnp.stack([w.values] * batch), jnp.stack([w.scales] * batch)]
-    many = jax.tree.unflatten(jax.tree.structure(w), each)
+    leaves = [jnp.stack([w.values] * batch), jnp.stack([w.scales] * batch)]
+    many = jax.tree.unflatten(jax.tree.structure(w), leaves)
     got = jax.vmap(lambda x, r, w: function(w, None)(x, r, args[2]))(*args[:2], many)
     assert_bits_equal(got[0], function(w, None)(*args)[0])
 

@@ -18,6 +18,11 @@ LOW = -1e30  # less than each score
 SCALE = math.log2(math.e) / math.sqrt(D)
 
 
+def exp2(x):
+    """2 to the power of a float32."""
+    return getattr(cute.math, "exp2")(x)  # noqa: B009 - types do not know it
+
+
 def vector(pointer, offset, count=8):
     """The elements of a bfloat16 array from a multiple of `count` on."""
     address = pointer.toint() + 2 * Int64(offset)
@@ -53,7 +58,7 @@ class DecodeAttention(Kernel):
         g, b, _ = cute.arch.block_idx()
         warps = self.threads // 32
         warp, lane = tid // 32, tid % 32
-        queries, own = shared(SHARED, D), shared(2, D)  # own: the token's key, its value
+        queries, newest = shared(SHARED, D), shared(2, D)  # newest: the token's key, its value
         tops, totals = shared(SHARED, warps + 1), shared(SHARED, warps + 1)
         sums = shared(warps, SHARED * D)
         length = cute.make_tensor(lengths + b, cute.make_layout(1))[0]
@@ -62,12 +67,12 @@ class DecodeAttention(Kernel):
         ahead = self.fragments()  # what is far away is asked for first
         self.load(ahead, cache, first, groups, tid // LANES * AT_ONCE, length)
         end = updated + (Int64(b) * most + length) * (heads * D)
-        self.turn(qkv, turns, end, (queries, own), (b, g, groups, tid))
+        self.turn(qkv, turns, end, (queries, newest), (b, g, groups, tid))
         cute.arch.sync_threads()
         if warp < SHARED:
             score = Float32(0)
             for i in range_constexpr(D // 32):
-                score += queries[warp, lane + 32 * i] * own[0, lane + 32 * i]
+                score += queries[warp, lane + 32 * i] * newest[0, lane + 32 * i]
             score = cute.arch.warp_reduction_sum(score)
             if lane == 0:
                 tops[warp, warps] = score
@@ -78,19 +83,19 @@ class DecodeAttention(Kernel):
         top = tops[h, warps]
         for w in range_constexpr(warps):
             top = cute.arch.fmax(top, tops[h, w])
-        part = cute.math.exp2(tops[h, warps] - top)
-        total, found = part, part * own[1, d]
+        part = exp2(tops[h, warps] - top)
+        total, weighted = part, part * newest[1, d]
         for w in range_constexpr(warps):
-            part = cute.math.exp2(tops[h, w] - top)
+            part = exp2(tops[h, w] - top)
             total += part * totals[h, w]
-            found += part * sums[w, tid]
+            weighted += part * sums[w, tid]
         at = ((Int64(b) * groups + g) * SHARED + h) * D + d
-        cute.make_tensor(y + at, cute.make_layout(1))[0] = BFloat16(found / total)
+        cute.make_tensor(y + at, cute.make_layout(1))[0] = BFloat16(weighted / total)
 
     @cute.jit
     def turn(self, qkv, turns, end, to, place):
         """Queries and the key are turned by their position; the key and the value are stored."""
-        (queries, own), (b, g, groups, tid) = to, place
+        (queries, newest), (b, g, groups, tid) = to, place
         i, of = tid % (D // 2), tid // (D // 2)  # of: queries, then the key, then the value
         heads = groups * (SHARED + 2)
         head = g * SHARED + of
@@ -109,8 +114,8 @@ class DecodeAttention(Kernel):
                 queries[of, i] = Float32(low) * SCALE
                 queries[of, i + D // 2] = Float32(high) * SCALE
             else:
-                own[of - SHARED, i] = Float32(low)
-                own[of - SHARED, i + D // 2] = Float32(high)
+                newest[of - SHARED, i] = Float32(low)
+                newest[of - SHARED, i + D // 2] = Float32(high)
                 mY = cute.make_tensor(end + ((of - SHARED) * groups + g) * D, cute.make_layout(D))
                 mY[i] = low
                 mY[i + D // 2] = high
@@ -140,12 +145,12 @@ class DecodeAttention(Kernel):
         for h in range_constexpr(SHARED):
             other = cute.arch.shuffle_sync_bfly(top[h], offset=LANES)
             most = cute.arch.fmax(top[h], other)
-            mine = cute.math.exp2(top[h] - most)
+            mine = exp2(top[h] - most)
             its = cute.arch.shuffle_sync_bfly(mine, offset=LANES)
             all_ = total[h] * mine + cute.arch.shuffle_sync_bfly(total[h], offset=LANES) * its
             for i in range_constexpr(n):
-                beside = cute.arch.shuffle_sync_bfly(acc[i, h], offset=LANES)
-                value = acc[i, h] * mine + beside * its
+                other_half = cute.arch.shuffle_sync_bfly(acc[i, h], offset=LANES)
+                value = acc[i, h] * mine + other_half * its
                 if lane < LANES:
                     sums[warp, h * D + part * n + i] = value
             if lane == 0:
@@ -185,10 +190,10 @@ class DecodeAttention(Kernel):
             most = top[h]
             for score in scores:
                 most = cute.arch.fmax(most, score)
-            scale = cute.math.exp2(top[h] - most)
+            scale = exp2(top[h] - most)
             top[h] = most
             weights = [
-                cutlass.select_(token + t < length, cute.math.exp2(score - most), Float32(0))
+                cutlass.select_(token + t < length, exp2(score - most), Float32(0))
                 for t, score in enumerate(scores)
             ]
             total[h] = total[h] * scale + weights[0] + weights[1]

@@ -58,9 +58,11 @@ def attend(qkv, cache, start, theta):
     turns = turns_of(start + jnp.arange(s), theta, size)
     if s == 1:
         takes = size == D and heads == (SHARED + 2) * groups
-        each = jnp.broadcast_to(turns[None], (b, 1, 1, size)), jnp.full((b, 1, 1, 1), start)
-        return (kernel if takes else attended)(qkv, cache, *each)
+        turns = jnp.broadcast_to(turns[None], (b, 1, 1, size))
+        return (kernel if takes else attended)(qkv, cache, turns, jnp.full((b, 1, 1, 1), start))
     q, kv = parts(qkv, turns, groups)
-    how = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    y = jax.nn.dot_product_attention(q, *jnp.split(kv, 2, 2), is_causal=True, implementation=how)
+    library = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    y = jax.nn.dot_product_attention(
+        q, *jnp.split(kv, 2, 2), is_causal=True, implementation=library
+    )
     return y, jax.lax.dynamic_update_slice_in_dim(cache, kv, start, axis=1)

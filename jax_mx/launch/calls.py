@@ -102,7 +102,7 @@ def emit(
       attributes: of `rule.call_attributes`.
     """
     n = len(ctx.avals_in)
-    aliases = {"operand_output_aliases": dict(updates)} if updates else {}
+    aliases: dict[str, Any] = {"operand_output_aliases": dict(updates)} if updates else {}
     rule = ffi.ffi_lowering(
         store.TARGET,
         **aliases,

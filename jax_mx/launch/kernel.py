@@ -166,8 +166,8 @@ class Kernel:
                 why = str(error)
             else:
                 batch = ctx.avals_in[0].ndim - self.whole
-                how = {"batch": batch, "updates": self.updates, "device": target.device}
-                return calls.emit(ctx, *operands, kernels=kernels, **how)
+                options = {"batch": batch, "updates": self.updates, "device": target.device}
+                return calls.emit(ctx, *operands, kernels=kernels, **options)
         if implementation is not None or (dsl in self.modules and jax.process_count() > 1):
             raise NotImplementedError(f"{self.name}: {why}; implementation='xla' runs everywhere")
         if dsl in self.modules:

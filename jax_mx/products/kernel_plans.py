@@ -77,8 +77,8 @@ def plan_of(
     """The plan of "matmul", of one format, or "matmul_fp8", of two.
 
     `rows`: how many rows of x a group has, about. `strips`: how many tiles lie beside each other,
-    of all groups. `tile`: how many rows tiles have, one of `ROWS`, whatever the shapes ask for;
-    `narrow` likewise.
+    of all groups. `tile`: how many rows tiles have, one of `ROWS`, whatever the shapes ask for.
+    `narrow`: whether y has few columns; None: its shape says.
     """
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     if tile is None:

@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_mx.formats.checks import array_of, is_symbolic, shown
+from jax_mx.formats.checks import array_of, is_symbolic
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.sharding import is_explicit
 from jax_mx.launch.private import vary_alike
-from jax_mx.norms.rms_norm import rms_norm
+from jax_mx.norms.rms_norm import eps_of, rms_norm
 from jax_mx.products.einsum import einsum
 from jax_mx.products.primitives import products_p
 from jax_mx.quantizing import derivatives
@@ -43,8 +42,8 @@ def normed_matmul(
         y = jax_mx.einsum("...k,nk->...n", y, w, recipe="bf16")
         y = jax_mx.gated(y, activation)
 
-    On Hopper one kernel computes all of it for up to four rows of bfloat16 and a weight in MXFP8
-    (E4M3) or MXFP4, in blocks of 32 along K, a multiple of 128. x has 16384 elements at most. The
+    On Hopper one kernel computes all of it for up to four rows of bfloat16, of 16384 elements at
+    most. The weight is in MXFP8 (E4M3) or MXFP4, in blocks of 32 along K, a multiple of 128. The
     activation is "swiglu" or None. Elsewhere it is these lines. Its derivatives are theirs.
 
     Args:
@@ -65,13 +64,12 @@ def normed_matmul(
     x, residual, weight = (
         array_of(op, name, a) for name, a in (("x", x), ("residual", residual), ("weight", weight))
     )
+    eps = eps_of(op, eps)
     in_steps = partial(_in_steps, eps=eps, activation=activation)
     if not _has_kernel(x, residual, weight, w, activation):
         return in_steps(x, residual, weight, w)
-    if isinstance(eps, bool) or not isinstance(eps, int | float | np.number) or not eps >= 0:
-        raise ValueError(f"{op}: eps must be a number, finite and at least 0, got {shown(eps)}")
-    how: dict[str, Any] = {"activation": activation or "", "eps": float(np.float32(eps))}
-    plan = ProductPlan("normed", (w.format,), x.dtype, False, DIRECT, **how)
+    options: dict[str, Any] = {"activation": activation or "", "eps": eps}
+    plan = ProductPlan("normed", (w.format,), x.dtype, False, DIRECT, **options)
     rows = math.prod(x.shape[:-1])
     flat = (a.reshape(rows, -1) for a in (x, residual))
     arrays = [*flat, weight, w.values[None], w.scales[None]]
@@ -81,7 +79,7 @@ def normed_matmul(
 
     def tangents_of(_: Any, args: list, tangents: list) -> Any:
         moves = [jnp.zeros_like(a) if t is None else t for a, t in zip(args, tangents, strict=True)]
-        return jax.jvp(lambda *args: in_steps(*args, w), args, moves)[1]
+        return jax.jvp(lambda x, residual, weight: in_steps(x, residual, weight, w), args, moves)[1]
 
     y, total = derivatives.derived(outs, [x, residual, weight], tangents_of)
     return y, total
@@ -90,8 +88,9 @@ def normed_matmul(
 def _in_steps(
     x: jax.Array, residual: jax.Array, weight: jax.Array, w: Any, eps: float, activation: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """What it stands for."""
+    """The lines that it stands for."""
     floats, _, total, _ = rms_norm(x, weight, eps=eps, residual=residual)
+    assert total is not None  # there is a residual
     y = einsum("...k,nk->...n", floats, w, recipe="bf16")
     return (y if activation is None else gated(y, activation)), total
 

@@ -167,11 +167,11 @@ class Direct(ProductEntry):
 
     @cute.jit
     def write(
-        self, epilogue: cutlass.Constexpr, y, sums, place: cutlass.Constexpr,
+        self, epilogue: cutlass.Constexpr, y, sums, inner: cutlass.Constexpr,
         at: cutlass.Constexpr, width: Int32, result: Int32,
     ):  # fmt: skip
         """Adds up the parts of an element of a tile, and writes y at (group, row, column)."""
-        (m, n), (e, row, column) = place, at
+        (m, n), (e, row, column) = inner, at
         total = self.total(sums, m, n)
         if self.is_there(epilogue):
             total = self.finished(epilogue, total, e, row, column, width)
@@ -322,9 +322,9 @@ class Direct(ProductEntry):
         cute.arch.sync_threads()
         m, n = tid // self.columns, tid % self.columns
         if (m < self.rows) & (row + m < stop) & (n0 + n < self.width_of(width)):
-            place: cutlass.Constexpr = (m, n)
+            inner: cutlass.Constexpr = (m, n)
             at: cutlass.Constexpr = (e, row + m, n0 + n)
-            self.write(epilogue, y, sums, place, at, width, result)
+            self.write(epilogue, y, sums, inner, at, width, result)
 
     @cute.jit
     def total(self, sums, m: Int32, n: Int32):

@@ -124,44 +124,45 @@ class Normed(Direct):
         warps: cutlass.Constexpr = self.threads // 32
         sums = cute.make_tensor(base, cute.make_layout((warps, self.rows)))
         factors = cute.make_tensor(base + warps * self.rows, cute.make_layout(self.rows))
-        x = base + 2 * self.sums
-        place: cutlass.Constexpr = (x.toint(), sums, t, wide, tid)
-        self.add(arrays, 0, 1, early, place)
+        x, sweeps = base + 2 * self.sums, (wide + SUMS - 1) // SUMS
+        staging: cutlass.Constexpr = (x.toint(), sums, t, wide, tid)
+        self.add(arrays, 0, 1, early, staging)
         for first in range_constexpr(1, self.rows, self.at_once):
             if first < t:
                 count: cutlass.Constexpr = min(self.at_once, self.rows - first)
-                self.add(arrays, first, count, None, place)
+                self.add(arrays, first, count, None, staging)
         cute.arch.sync_threads()
         if tid < self.rows:
             total = tree([sums[w, tid] for w in range(warps)])
             factors[tid] = factor_of(total, wide, scalars[len(scalars) - 2])
         cute.arch.sync_threads()
         for s in range_constexpr(EARLY):
-            self.norm(early[2][None, s], factors, s, place)
-        for s in cutlass.range(EARLY, (wide + SUMS - 1) // SUMS, unroll=1):
+            self.norm(early[2][None, s], factors, s, staging)
+        for s in cutlass.range(EARLY, sweeps, 1, unroll=1):
             weights = self.fragment(1)
             self.take(
                 weights[None, 0], arrays["weights"], Int64(0), s * SUMS + tid * self.each, wide
             )
-            self.norm(weights[None, 0], factors, s, place)
+            self.norm(weights[None, 0], factors, s, staging)
         cute.arch.sync_threads()
         return x
 
     @cute.jit
     def add(
         self, arrays, first: cutlass.Constexpr, count: cutlass.Constexpr, early: cutlass.Constexpr,
-        place: cutlass.Constexpr,
+        staging: cutlass.Constexpr,
     ):  # fmt: skip
         """Adds the residual to some rows, keeps and stores the sums, and adds up their squares."""
-        _, sums, t, wide, tid = place
+        _, sums, t, wide, tid = staging
         squares = cute.make_rmem_tensor((self.each, count), Float32)
         squares.fill(Float32(0.0))
         begin: cutlass.Constexpr = 0 if early is None else EARLY
+        sweeps = (wide + SUMS - 1) // SUMS
         for s in range_constexpr(begin):
             self.add_vectors(
-                arrays, (first,), (early[0][None, s], early[1][None, s]), squares, s, place
+                arrays, (first,), (early[0][None, s], early[1][None, s]), squares, s, staging
             )
-        for s in cutlass.range(begin, (wide + SUMS - 1) // SUMS, unroll=1):
+        for s in cutlass.range(begin, sweeps, 1, unroll=1):
             rX, rY = self.fragment(count), self.fragment(count)
             for r in range_constexpr(count):
                 row = Int64(cutlass.min(Int32(first + r), t - 1)) * wide
@@ -169,8 +170,8 @@ class Normed(Direct):
                 self.take(rX[None, r], arrays["x"], row, column, wide)
                 self.take(rY[None, r], arrays["residual"], row, column, wide)
             for r in range_constexpr(count):
-                own: cutlass.Constexpr = (rX[None, r], rY[None, r])
-                self.add_vectors(arrays, (first + r,), own, squares[None, r], s, place)
+                vectors: cutlass.Constexpr = (rX[None, r], rY[None, r])
+                self.add_vectors(arrays, (first + r,), vectors, squares[None, r], s, staging)
         for r in range_constexpr(count):
             total = over_warp(tree([squares[i, r] for i in range(self.each)]))
             if tid % 32 == 0:
@@ -179,29 +180,29 @@ class Normed(Direct):
     @cute.jit
     def add_vectors(
         self, arrays, row: cutlass.Constexpr, vectors: cutlass.Constexpr, squares, s,
-        place: cutlass.Constexpr,
+        staging: cutlass.Constexpr,
     ):  # fmt: skip
         """The same of a vector of one row."""
-        to, _, t, wide, tid = place
+        to, _, t, wide, tid = staging
         (m,) = row
         rX, rY = vectors
         add_to(rX, rY)
         add_vector(squares, rX, "bfloat16")
         column = s * SUMS + tid * self.each
         if column < wide:
-            words = cute.recast_tensor(rX, Uint32)
+            pairs = cute.recast_tensor(rX, Uint32)
             cute.autovec_copy(
-                words, self.placed(to + m * self.pitch(wide) + 2 * column, self.each // 2)
+                pairs, self.placed(to + m * self.pitch(wide) + 2 * column, self.each // 2)
             )
             block, _, _ = cute.arch.block_idx()
             if (block == 0) & (m < t):
                 address = arrays["sum"].toint() + 2 * (Int64(m) * wide + column)
-                cute.autovec_copy(words, vector(address, Uint32, self.each // 2))
+                cute.autovec_copy(pairs, vector(address, Uint32, self.each // 2))
 
     @cute.jit
-    def norm(self, weights, factors, s, place: cutlass.Constexpr):
+    def norm(self, weights, factors, s, staging: cutlass.Constexpr):
         """Norms a vector of every row where it lies."""
-        to, _, t, wide, tid = place
+        to, _, t, wide, tid = staging
         column = s * SUMS + tid * self.each
         if column < wide:
             of_columns = [Float32(weights[i]) for i in range(self.each)]
@@ -210,19 +211,19 @@ class Normed(Direct):
                     there = self.placed(to + m * self.pitch(wide) + 2 * column, self.each // 2)
                     rX = cute.make_rmem_tensor(self.each // 2, Uint32)
                     cute.autovec_copy(there, rX)
-                    words = [rX[i] for i in range(self.each // 2)]
-                    for i, word in enumerate(normed(words, factors[m], of_columns, "bfloat16")):
+                    pairs = [rX[i] for i in range(self.each // 2)]
+                    for i, word in enumerate(normed(pairs, factors[m], of_columns, "bfloat16")):
                         rX[i] = word
                     cute.autovec_copy(rX, there)
 
     # ---- y ---
     @cute.jit
     def write(
-        self, epilogue: cutlass.Constexpr, y, sums, place: cutlass.Constexpr,
+        self, epilogue: cutlass.Constexpr, y, sums, inner: cutlass.Constexpr,
         at: cutlass.Constexpr, width: Int32, result: Int32,
     ):  # fmt: skip
         """A sum, or the activation of two, which are rounded before."""
-        (m, n), (_, row, column) = place, at
+        (m, n), (_, row, column) = inner, at
         total = self.total(sums, m, n)
         word = convert.round_two(total, total, "bfloat16")
         if const_expr(self.product.activation):
