@@ -2,7 +2,7 @@
 
 The model is that of examples/serve.py: 32 layers and the logits, random weights, a KV cache of 512.
 Each row is one way and batch: milliseconds of a token in one program that generates several, on the
-host's clock. "ratio" is to bfloat16, whose program differs in its products alone.
+host's clock. "ratio" is to bfloat16 with layers as a list; "bf16, scan" goes over stacked ones.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from benchmarks import program, timing
 from benchmarks.runner import Args, Case, Row, repeats
 from examples import random_llama, serve
 
-LENGTH, START, TOKENS = 512, 100, 64  # of the cache; tokens that are there; that a program makes
+LENGTH, START, TOKENS = 512, 100, 16  # of the cache; tokens that are there; that a program makes
 WAYS: Mapping[str, str] = {
     "bf16": "",
+    "bf16, scan": "",
     "mxfp8": "mxfp8_e4m3",
     "mxfp4": "mxfp4_e2m1",
 }
@@ -81,14 +82,37 @@ def model_of(config: Mapping[str, Any], format: str, key: jax.Array) -> dict[str
     }
 
 
-def generator(config: Mapping[str, Any]) -> Any:
+def scanned(
+    config: Mapping[str, Any], model: Any, cache: Any, tokens: jax.Array, start: Any
+) -> Any:
+    """`serve.forward`, where layers and caches are stacked."""
+
+    def layer(x: jax.Array, one: Any) -> Any:
+        w, old = one
+        return serve.layer(config, w, old, x, start)
+
+    x, cache = jax.lax.scan(layer, model["embed_tokens"][tokens], (model["layers"], cache))
+    x = serve.norm(config, x[:, -1], model["norm"])
+    return serve.product(x, model["lm_head"]), cache
+
+
+def stacked(layers: list[Any]) -> Any:
+    """Trees of arrays as one, of stacked arrays; the trees are emptied on the way."""
+    leaves, trees = zip(*map(jax.tree.flatten, layers), strict=True)
+    layers.clear()
+    columns = [[*column] for column in zip(*leaves, strict=True)]
+    del leaves
+    return trees[0].unflatten([jnp.stack(columns.pop(0)) for _ in range(len(columns))])
+
+
+def generator(config: Mapping[str, Any], forward: Callable[..., Any]) -> Any:
     """A jitted program (model, cache, tokens) of so many steps; the cache is donated."""
 
     def generate(model: Any, cache: Any, tokens: jax.Array) -> Any:
         def step(carry: Any, position: jax.Array) -> Any:
             cache, tokens = carry
             with jax.numpy_dtype_promotion("standard"):  # which JAX's own attention wants
-                logits, cache = serve.forward(config, model, cache, tokens[:, None], position)
+                logits, cache = forward(config, model, cache, tokens[:, None], position)
             return (cache, logits.argmax(-1).astype(jnp.int32)), None
 
         return jax.lax.scan(step, (cache, tokens), START + jnp.arange(TOKENS))[0]
@@ -98,13 +122,16 @@ def generator(config: Mapping[str, Any]) -> Any:
 
 def measured(config: Mapping[str, Any], way: str, format: str, batch: int, args: Args) -> Row:
     """A row's numbers."""
+    is_scan = way.endswith("scan")
 
     def arrays() -> Any:
         model, cache = model_of(config, format, jax.random.key(0)), None
         cache = serve.empty_cache(config, batch, LENGTH)
+        if is_scan:
+            model["layers"], cache = stacked(model["layers"]), stacked(cache)
         return model, jax.tree.map(jnp.copy, cache), jnp.zeros(batch, jnp.int32)
 
-    program_of = generator(config)
+    program_of = generator(config, scanned if is_scan else serve.forward)
     try:
         if args.lower:
             return lowered(program_of, arrays)

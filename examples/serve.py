@@ -8,7 +8,7 @@
 
 import argparse
 import re
-import sys
+import runpy
 import tempfile
 import time
 from functools import partial
@@ -19,56 +19,56 @@ import jax.numpy as jnp
 
 import jax_mx
 
-sys.path.append(str(Path(__file__).parent))
-import random_llama
-from attention_kernels.function import attend
-
+LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 RULES = {r".*(embed_tokens|lm_head).*": None, ".*": "mxfp8"}  # of a checkpoint in floats
-FEW = 4  # tokens, up to which a kernel norms and multiplies at once
+ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
 product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
 
 
-def normed_product(config, x, more, weight, w, activation=None):
-    """The product of the RMS norm of x + more, perhaps of gates and ups; and the sum."""
-    eps = config["rms_norm_eps"]
-    if isinstance(w, jax_mx.MXArray) and x.size <= FEW * x.shape[-1]:
-        return jax_mx.normed_matmul(x, more, weight, w, eps=eps, activation=activation)
-    x = x + more
-    x32 = x.astype(jnp.float32)
-    factor = jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)
-    y = product((x32 * factor).astype(x.dtype) * weight, w)
-    if activation:
-        y = jax.nn.silu(y[..., : y.shape[-1] // 2]) * y[..., y.shape[-1] // 2 :]
-    return y, x
+def norm(config, x, weight):
+    """RMS norm of the last axis."""
+    x32, eps = x.astype(jnp.float32), config["rms_norm_eps"]
+    return (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
 
 
-def layer(config, w, cache, x, more, start):
-    """A layer of a prompt (B, S, width) or a token, whose input is x + more, as its output is."""
-    b, s, _ = x.shape
-    qkv, x = normed_product(config, x, more, w["input_layernorm"], w["self_attn.qkv_proj"])
-    qkv = qkv.reshape(b, s, -1, config["head_dim"])
-    y, cache = attend(qkv, cache, start, config["rope_theta"])
-    more = product(y.reshape(b, s, -1), w["self_attn.o_proj"])
-    gates = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
-    y, x = normed_product(config, x, more, *gates)
-    return x, product(y, w["mlp.down_proj"]), cache
+def rotated(x, positions, theta):
+    """(B, S, heads, D) turned by their positions (S,)."""
+    angles = positions[:, None, None] * theta ** -jnp.linspace(0, 1, x.shape[-1] // 2, False)
+    (a, b), cos, sin = jnp.split(x.astype(jnp.float32), 2, -1), jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def layer(config, w, cache, x, start):
+    """A layer of a prompt (B, S, width), or of a token at position `start`; and its cache."""
+    (b, s, _), heads, d = x.shape, config["num_attention_heads"], config["head_dim"]
+    positions, theta = (start + jnp.arange(s)).astype(jnp.float32), config["rope_theta"]
+    qkv = product(norm(config, x, w["input_layernorm"]), w["self_attn.qkv_proj"])
+    qkv = qkv.reshape(b, s, -1, d)
+    q, k, v = jnp.split(qkv, [heads, heads + config["num_key_value_heads"]], 2)
+    put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
+    cache = [*map(put, cache, (rotated(k, positions, theta), v))]
+    seen = {"is_causal": s > 1, "key_value_seq_lengths": jnp.full(b, start + s, jnp.int32)}
+    q = rotated(q, positions, theta)
+    y = jax.nn.dot_product_attention(q, *cache, **seen, implementation=ATTENTION)
+    x = x + product(y.reshape(b, s, -1), w["self_attn.o_proj"])
+    gate_up = product(norm(config, x, w["post_attention_layernorm"]), w["mlp.gate_up_proj"])
+    gate, up = jnp.split(gate_up, 2, -1)
+    return x + product(jax.nn.silu(gate) * up, w["mlp.down_proj"]), cache
 
 
 def forward(config, model, cache, tokens, start):
     """The logits behind the last of tokens (B, S) from position `start` on; and the cache."""
     x, cache = model["embed_tokens"][tokens], [*cache]
-    more = jnp.zeros_like(x)
     for i, w in enumerate(model["layers"]):
-        x, more, cache[i] = layer(config, w, cache[i], x, more, start)
-    end = model["norm"], model["lm_head"]
-    return normed_product(config, x[:, -1], more[:, -1], *end)[0], cache
+        x, cache[i] = layer(config, w, cache[i], x, start)
+    return product(norm(config, x[:, -1], model["norm"]), model["lm_head"]), cache
 
 
 def empty_cache(config, batch, length):
-    """Keys and values (B, length, 2 heads, D) of each layer."""
-    shape = batch, length, 2 * config["num_key_value_heads"], config["head_dim"]
-    return [jnp.zeros(shape, jnp.bfloat16) for _ in range(config["num_hidden_layers"])]
+    """Keys and values (B, length, heads, D) of each layer."""
+    shape = batch, length, config["num_key_value_heads"], config["head_dim"]
+    return [[jnp.zeros(shape, jnp.bfloat16)] * 2 for _ in range(config["num_hidden_layers"])]
 
 
 def generate(config, steps, model, prompt):
@@ -86,7 +86,7 @@ def generate(config, steps, model, prompt):
 
 def load(folder):
     """The config of a Llama, and its weights by layer."""
-    config = random_llama.config_of(folder)
+    config = LLAMA["config_of"](folder)
     params = jax_mx.quantize_params(jax_mx.load_checkpoint(folder, join=JOIN), RULES)
     model = {"layers": [{} for _ in range(config["num_hidden_layers"])]}
     for name, w in params.items():
@@ -104,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as tiny:
         if not options.folder:
-            random_llama.write(Path(tiny), "tiny")
+            LLAMA["write"](Path(tiny), "tiny")
         config, model = load(options.folder or tiny)
     prompt = jnp.array([options.prompt], jnp.int32)
     run = jax.jit(partial(generate, config, options.steps)).lower(model, prompt).compile()

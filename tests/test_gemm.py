@@ -505,8 +505,7 @@ def test_normed_kernels_are_exact(variant):
 def normed(x, residual, weight, w, variant, implementation, eps=0.0):
     """[y, x + residual], by the kernel or by its reference."""
     poison_memory()
-    dtype, options = jnp.dtype(jnp.bfloat16), {"activation": variant.activation, "eps": eps}
-    options["implementation"] = implementation
+    dtype, options = jnp.dtype(jnp.bfloat16), {"implementation": implementation, "eps": eps}
     plan = ProductPlan("normed", variant.formats, dtype, False, variant.rows, **options)
     bind = jax.jit(functools.partial(products_p["normed"].bind, plan=plan))
     return bind(x, residual, weight, w.values[None], w.scales[None])

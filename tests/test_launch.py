@@ -1,6 +1,5 @@
 """The launcher by itself: it imports nothing of MX, and a reader's kernel becomes a function."""
 
-import importlib
 import os
 import re
 import shutil
@@ -13,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact import on_hopper
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mx import launch
@@ -100,76 +98,6 @@ def test_a_row_softmax_in_the_emulator(shape, arch, softmax):
     assert count == (x.size > 0)
 
 
-UPDATE = """
-import flydsl.compiler as flyc
-import flydsl.expr as fx
-from flydsl.expr import Float32, Int32, Int64
-
-from jax_mx.launch.entry import Entry
-from jax_mx.launch.rule import Extent, Factor, GridTerm, Scalar
-
-
-class Update(Entry):
-    types, align, threads = (Float32, Float32), (4, 4), 64
-    scalars = (Scalar(4, Extent(0, -1)),)
-    grid = (GridTerm(0, Factor(Extent(0, 0, -1))),)
-
-    @flyc.kernel
-    def kernel(self, pointers, scalars):
-        (_, y), (n,) = pointers, scalars
-        if Int32(fx.thread_idx.x) == Int32(0):
-            fx.generic_store(y + Int64(Int32(fx.block_idx.x)) * Int64(n), Float32(7.0))
-
-
-def entries(dtypes, arch):
-    return [Update()]
-"""
-
-
-def test_a_kernel_updates_an_operand(tmp_path, monkeypatch):
-    """It writes one element of each row; the rest of the result is the operand's."""
-    pytest.importorskip("flydsl")
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "update_kernel.py").write_text(UPDATE)
-    write = lambda x: x.at[..., 0].set(7.0)  # noqa: E731
-    modules = {"flydsl": "update_kernel"}
-    kernel = Kernel("update", modules, reference=write, updates={0: 0})
-    x = jnp.array(X)
-    with emulate("gfx942"):
-        y, count = launches(jax.jit(lambda x: kernel(kernel(x + 1))), x)
-        z, _ = launches(jax.jit(lambda x: (kernel(x), x)), x)
-    assert count == 2
-    np.testing.assert_array_equal(y, write(X + 1))
-    np.testing.assert_array_equal(z[0], write(X))
-    np.testing.assert_array_equal(z[1], X)
-
-
-@on_hopper
-def test_attention_of_a_token(monkeypatch):
-    """Every length, of nothing and of a full cache too; nothing behind a length counts."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    function = importlib.import_module("attention_kernels.function")
-    rng, groups, lengths = np.random.default_rng(0), 3, [0, 1, 3, 4, 63, 64, 65, 130, 198, 199]
-    batch = len(lengths)
-    qkv = rng.normal(size=(batch, 1, 6 * groups, 128))
-    cache = rng.normal(size=(batch, 200, 2 * groups, 128))
-    for row, length in zip(cache, lengths, strict=True):
-        row[length:] = np.nan
-    turns = function.turns_of(jnp.asarray(lengths), 1e4, 128)[:, None]
-    qkv, cache = (jnp.asarray(a, jnp.bfloat16) for a in (qkv, cache))
-    length = jnp.asarray(lengths, jnp.int32).reshape(-1, 1, 1, 1)
-    args = qkv, cache, turns, length
-    call = jax.jit(function.kernel, static_argnames="implementation")
-    y, updated = call(*args, implementation="cutedsl")
-    clean = jnp.where(jnp.isnan(cache), 0, cache)
-    want, there = call(qkv, clean, turns, length, implementation="xla")
-    np.testing.assert_allclose(y.astype(jnp.float32), want.astype(jnp.float32), atol=0.02)
-    for b, n in enumerate(lengths):
-        np.testing.assert_array_equal(updated[b, :n], cache[b, :n])
-        np.testing.assert_allclose(*(a[b, n].astype(jnp.float32) for a in (updated, there)), 0.01)
-        assert jnp.isnan(updated[b, n + 1 :].astype(jnp.float32)).all()
-
-
 def test_nan_and_infinity_stay_in_their_rows(softmax):
     x = X[0].at[1, 3].set(jnp.nan).at[2, 4].set(jnp.inf).at[3, 5].set(-jnp.inf)
     with emulate("gfx942"):
@@ -194,10 +122,10 @@ def test_transformations(name, softmax):
     assert count >= least
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_xla_splits_the_call(kind, softmax):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_xla_splits_the_call(axis_type, softmax):
     """Each of eight devices launches for its rows; nothing moves."""
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
     spec = PartitionSpec("d", None, None)
     with jax.set_mesh(mesh), emulate("gfx942"):
         x = jax.device_put(X, NamedSharding(mesh, spec))

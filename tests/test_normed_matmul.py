@@ -17,14 +17,13 @@ SHAPES = [  # x, N, whether kernels may serve it
 ]
 
 
-def lines(x, residual, weight, w, activation):
+def lines(x, residual, weight, w):
     floats, _, total, _ = jax_mx.rms_norm(x, weight, eps=1e-5, residual=residual)
-    y = jax_mx.einsum("...k,nk->...n", floats, w, recipe="bf16")
-    return (jax_mx.gated(y, activation) if activation else y), total
+    return jax_mx.einsum("...k,nk->...n", floats, w, recipe="bf16"), total
 
 
-def function(w, activation):
-    return lambda *args: jax_mx.normed_matmul(*args, w, eps=1e-5, activation=activation)
+def function(w):
+    return lambda *args: jax_mx.normed_matmul(*args, w, eps=1e-5)
 
 
 def operands(shape, n, format="mxfp8_e4m3"):
@@ -36,19 +35,18 @@ def operands(shape, n, format="mxfp8_e4m3"):
 
 
 @pytest.mark.parametrize(("shape", "n", "served"), SHAPES)
-@pytest.mark.parametrize("activation", [None, "swiglu"])
-def test_it_is_the_lines_that_it_stands_for(shape, n, served, activation):
+def test_it_is_the_lines_that_it_stands_for(shape, n, served):
     args, w = operands(shape, n, "mxfp4_e2m1" if n == 64 else "mxfp8_e4m3")
-    f = function(w, activation)
+    f = function(w)
     assert ("mx_normed" in str(jax.make_jaxpr(f)(*args))) == served
-    want = lines(*args, w, activation)
+    want = lines(*args, w)
     for got, its in zip(jax.jit(f)(*args), want, strict=True):
         assert_bits_equal(got, its)
 
     def loss(f):
         return jax.grad(lambda *args: sum(y.astype(jnp.float32).sum() for y in f(*args)), (0, 1, 2))
 
-    grads = loss(f)(*args), loss(lambda *args: lines(*args, w, activation))(*args)
+    grads = loss(f)(*args), loss(lambda *args: lines(*args, w))(*args)
     for got, its in zip(*grads, strict=True):
         assert_bits_equal(got, its)
 
@@ -56,20 +54,18 @@ def test_it_is_the_lines_that_it_stands_for(shape, n, served, activation):
 @pytest.mark.parametrize("batch", [2, 3])  # whose rows together have a kernel, and have none
 def test_a_batch_is_more_rows(batch):
     args, w = operands((batch, 2, 128), 64)
-    f = function(w, "swiglu")
+    f = function(w)
     for got, its in zip(jax.vmap(f, (0, 0, None))(*args), f(*args), strict=True):
         assert_bits_equal(got, its)
     leaves = [jnp.stack([w.values] * batch), jnp.stack([w.scales] * batch)]
     many = jax.tree.unflatten(jax.tree.structure(w), leaves)
-    got = jax.vmap(lambda x, r, w: function(w, None)(x, r, args[2]))(*args[:2], many)
-    assert_bits_equal(got[0], function(w, None)(*args)[0])
+    got = jax.vmap(lambda x, r, w: function(w)(x, r, args[2]))(*args[:2], many)
+    assert_bits_equal(got[0], function(w)(*args)[0])
 
 
 def test_what_it_refuses():
     (x, residual, weight), w = operands((2, 128), 64)
     with pytest.raises(ValueError, match="residual has the shape"):
-        function(w, None)(x, residual[:1], weight)
+        function(w)(x, residual[:1], weight)
     with pytest.raises(ValueError, match="eps must be"):
         jax_mx.normed_matmul(x, residual, weight, w, eps=-1.0)
-    with pytest.raises(ValueError, match="activation"):
-        jax_mx.normed_matmul(x, residual, weight, w, activation="no such")

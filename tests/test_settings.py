@@ -211,7 +211,7 @@ def normed_products():
     a = x().astype(jnp.bfloat16)
 
     def call(a, residual, weight):
-        return jax_mx.normed_matmul(a, residual, weight, q(), activation="swiglu")
+        return jax_mx.normed_matmul(a, residual, weight, q())
 
     y, back = jax.vjp(call, a, a, weight)
     yield y, back(y)

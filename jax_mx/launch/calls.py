@@ -87,7 +87,6 @@ def emit(
     kernels: Mapping[str, Mapping[str, Any]],
     layouts: Sequence[Sequence[int]] | None = None,
     batch: int | None = None,
-    updates: Mapping[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
     """The custom call that launches a kernel.
@@ -98,14 +97,11 @@ def emit(
       kernels: see `kernels_of`.
       layouts: of operands, then of results, from minor to major; None: row-major.
       batch: how many leading dimensions XLA may split, all alike; None: none.
-      updates: see `Kernel`.
       attributes: of `rule.call_attributes`.
     """
     n = len(ctx.avals_in)
-    aliases: dict[str, Any] = {"operand_output_aliases": dict(updates)} if updates else {}
     rule = ffi.ffi_lowering(
         store.TARGET,
-        **aliases,
         operand_layouts=None if layouts is None else layouts[:n],
         result_layouts=None if layouts is None else layouts[n:],
         extra_attributes=None if batch is None else _sharding_attributes(ctx, batch),

@@ -76,8 +76,6 @@ class Kernel:
       reference: the same function in jax.numpy. It says which arrays come out, and computes them
         where no kernel does.
       whole: how many of the last dimensions a kernel takes whole.
-      updates: for the number of an operand that of the result that it becomes: in place, where
-        nothing else reads the operand, else in a copy. A kernel writes what changes.
 
     Raises:
       ValueError: `modules` names a DSL or a module that is not there.
@@ -90,13 +88,11 @@ class Kernel:
         *,
         reference: Callable[..., Any],
         whole: int = 1,
-        updates: Mapping[int, int] | None = None,
     ):
         if unknown := {*modules} - {*DSLS.values()}:
             known = ", ".join(DSLS.values())
             raise ValueError(f"{name}: DSL {unknown.pop()!r} is unknown; use {known}")
         self.name, self.whole, self.reference = name, whole, reference
-        self.updates = dict(updates or {})
         self.modules = {dsl: (module, _path_of(name, module)) for dsl, module in modules.items()}
         self.primitive = private.define(name, self._avals, self._lower, self._batch, _underived)
         ad.primitive_jvps[self.primitive] = self._jvp
@@ -166,8 +162,9 @@ class Kernel:
                 why = str(error)
             else:
                 batch = ctx.avals_in[0].ndim - self.whole
-                options = {"batch": batch, "updates": self.updates, "device": target.device}
-                return calls.emit(ctx, *operands, kernels=kernels, **options)
+                return calls.emit(
+                    ctx, *operands, kernels=kernels, batch=batch, device=target.device
+                )
         if implementation is not None or (dsl in self.modules and jax.process_count() > 1):
             raise NotImplementedError(f"{self.name}: {why}; implementation='xla' runs everywhere")
         if dsl in self.modules:

@@ -1,4 +1,4 @@
-"""`normed_matmul`: a residual sum, its norm, a product with a frozen weight, and an activation."""
+"""`normed_matmul`: a residual sum, its norm, and a product with a frozen weight."""
 
 import math
 from functools import partial
@@ -16,11 +16,10 @@ from jax_mx.products.einsum import einsum
 from jax_mx.products.primitives import products_p
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS, normed_fits
-from jax_mx.quantizing.gated import gated
 from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.quantizing.plan import ProductPlan
 
-_KERNELS = {(p.formats[0], p.activation) for p in PRODUCTS if p.op == "normed"}
+_FORMATS = {p.formats[0] for p in PRODUCTS if p.op == "normed"}
 
 
 def normed_matmul(
@@ -30,21 +29,19 @@ def normed_matmul(
     w: MXArray,
     *,
     eps: float = 1e-6,
-    activation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The products that begin a layer, of a token stream and of what the layer before adds to it.
+    """The product that begins a layer, of a token stream and of what the layer before adds to it.
 
-        y, x = jax_mx.normed_matmul(x, residual, weight, w, activation="swiglu")
+        y, x = jax_mx.normed_matmul(x, residual, weight, w)
 
     It stands for these lines, and gives their bits where products are exact::
 
         y, _, x, _ = jax_mx.rms_norm(x, weight, eps=eps, residual=residual)
         y = jax_mx.einsum("...k,nk->...n", y, w, recipe="bf16")
-        y = jax_mx.gated(y, activation)
 
     On Hopper one kernel computes all of it for up to four rows of bfloat16, of 16384 elements at
-    most. The weight is in MXFP8 (E4M3) or MXFP4, in blocks of 32 along K, a multiple of 128. The
-    activation is "swiglu" or None. Elsewhere it is these lines. Its derivatives are theirs.
+    most. The weight is in MXFP8 (E4M3) or MXFP4, in blocks of 32 along K, a multiple of 128.
+    Elsewhere it is these lines. Its derivatives are theirs.
 
     Args:
       x: bfloat16, float16 or float32 (..., K).
@@ -52,24 +49,22 @@ def normed_matmul(
       weight: floats (K,), of the norm.
       w: (N, K), floats or an `MXArray` with its blocks along K.
       eps: see `rms_norm`.
-      activation: see `gated`; None: y is the product.
 
     Returns:
-      y (..., N), or (..., N / 2) of an activation of gates and ups; and x + residual (..., K).
+      y (..., N), and x + residual (..., K).
 
     Raises:
-      TypeError, ValueError: as `rms_norm`, `einsum` and `gated` do.
+      TypeError, ValueError: as `rms_norm` and `einsum` do.
     """
     op = "normed_matmul"
     x, residual, weight = (
         array_of(op, name, a) for name, a in (("x", x), ("residual", residual), ("weight", weight))
     )
     eps = eps_of(op, eps)
-    in_steps = partial(_in_steps, eps=eps, activation=activation)
-    if not _has_kernel(x, residual, weight, w, activation):
+    in_steps = partial(_in_steps, eps=eps)
+    if not _has_kernel(x, residual, weight, w):
         return in_steps(x, residual, weight, w)
-    options: dict[str, Any] = {"activation": activation or "", "eps": eps}
-    plan = ProductPlan("normed", (w.format,), x.dtype, False, DIRECT, **options)
+    plan = ProductPlan("normed", (w.format,), x.dtype, False, DIRECT, eps=eps)
     rows = math.prod(x.shape[:-1])
     flat = (a.reshape(rows, -1) for a in (x, residual))
     arrays = [*flat, weight, w.values[None], w.scales[None]]
@@ -86,18 +81,17 @@ def normed_matmul(
 
 
 def _in_steps(
-    x: jax.Array, residual: jax.Array, weight: jax.Array, w: Any, eps: float, activation: str | None
+    x: jax.Array, residual: jax.Array, weight: jax.Array, w: Any, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """The lines that it stands for."""
     floats, _, total, _ = rms_norm(x, weight, eps=eps, residual=residual)
     assert total is not None  # there is a residual
-    y = einsum("...k,nk->...n", floats, w, recipe="bf16")
-    return (y if activation is None else gated(y, activation)), total
+    return einsum("...k,nk->...n", floats, w, recipe="bf16"), total
 
 
-def _has_kernel(x: Any, residual: Any, weight: Any, w: Any, activation: str | None) -> bool:
+def _has_kernel(x: Any, residual: Any, weight: Any, w: Any) -> bool:
     """Whether kernels may serve these arrays, of shapes that fit each other."""
-    if not isinstance(w, MXArray) or (w.format, activation or "") not in _KERNELS:
+    if not isinstance(w, MXArray) or w.format not in _FORMATS:
         return False
     if any(a.dtype != jnp.bfloat16 for a in (x, residual, weight)):
         return False
@@ -109,7 +103,5 @@ def _has_kernel(x: Any, residual: Any, weight: Any, w: Any, activation: str | No
     length = x.shape[-1]
     fits = residual.shape == x.shape and weight.shape == (length,) and w.shape[1] == length
     fits = fits and normed_fits(math.prod(x.shape[:-1]), length)
-    if activation:
-        fits = fits and w.shape[0] % 2 == 0
     meshes = (jax.typeof(a).sharding.mesh for a in (x, residual, weight, w.values))
     return fits and not any(map(is_explicit, meshes))

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from jax_mx.formats.formats import BLOCK
@@ -19,7 +18,6 @@ from jax_mx.products import reference
 from jax_mx.quantizing.facts.product_kernels import DIRECT, FEWEST, normed_fits
 from jax_mx.quantizing.plan import ProductPlan
 from jax_mx.quantizing.primitive import Op, make_primitive, one_by_one
-from jax_mx.quantizing.sources.gated import GatedSource
 
 
 def _product_avals(*operands, plan: ProductPlan):
@@ -33,10 +31,8 @@ def _product_avals(*operands, plan: ProductPlan):
 def _normed_avals(*operands, plan: ProductPlan):
     """The abstract values of y (T, N) and of the sum (T, K)."""
     x, codes = operands[0], operands[plan.signature.number("codes")]
-    columns = codes.shape[1] // (2 if plan.activation else 1)
-    return [
-        unsplit("mx_normed", operands, (x.shape[0], n), plan.dtype) for n in (columns, x.shape[1])
-    ]
+    columns = codes.shape[1], x.shape[1]
+    return [unsplit("mx_normed", operands, (x.shape[0], n), plan.dtype) for n in columns]
 
 
 def _normed_reference(x, residual, weight, codes, scales, *, plan: ProductPlan):
@@ -44,12 +40,8 @@ def _normed_reference(x, residual, weight, codes, scales, *, plan: ProductPlan):
     total = norms.added(x, residual)
     floats, _ = norms.rms_norm(total, weight, plan.eps)
     rows = DIRECT if x.shape[0] <= DIRECT else FEWEST
-    alone = dataclasses.replace(plan, op="matmul", rows=rows, activation="", eps=0.0)
-    y = product([floats, codes, scales], alone)
-    if plan.activation:
-        weights = jnp.ones(y.shape[0], jnp.float32)
-        (y,) = GatedSource(plan.activation).compute(y, weights)
-    return [y, total]
+    alone = dataclasses.replace(plan, op="matmul", rows=rows, eps=0.0)
+    return [product([floats, codes, scales], alone), total]
 
 
 def _batch_normed(primitive: Primitive, args, dims, *, plan: ProductPlan):

@@ -104,7 +104,7 @@ class Direct(ProductEntry):
         index, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         warp, lane = tid // 32, tid % 32
-        across = (self.width_of(width) + self.columns - 1) // self.columns
+        across = (width + self.columns - 1) // self.columns
         pieces = self.pieces(t)
         if groups > 1:
             pieces = self.pieces(t // groups)
@@ -140,10 +140,6 @@ class Direct(ProductEntry):
             turn ^= 1
 
     # ---- what a kernel that makes x by itself does in its own way ---
-    def width_of(self, rows: Int32):
-        """The columns of y, of a W of so many rows."""
-        return rows
-
     def ahead(self, arrays, scalars, tid: Int32):
         """The part of x that is asked for before W; none."""
         del arrays, scalars, tid
@@ -161,18 +157,12 @@ class Direct(ProductEntry):
         """The bytes from a row there to the next one."""
         return 2 * wide
 
-    def row_of_lane(self, n0: Int32, g: Int32, r: int, width: Int32):
-        """The row of W that is a lane's first or second one, of the tile of column n0 of y."""
-        return cutlass.min(n0 + g + 8 * r, width - 1)
-
     @cute.jit
     def write(
-        self, epilogue: cutlass.Constexpr, y, sums, inner: cutlass.Constexpr,
-        at: cutlass.Constexpr, width: Int32, result: Int32,
+        self, epilogue: cutlass.Constexpr, y, total: Float32, e: Int32, row: Int32, column: Int32,
+        width: Int32, result: Int32,
     ):  # fmt: skip
-        """Adds up the parts of an element of a tile, and writes y at (group, row, column)."""
-        (m, n), (e, row, column) = inner, at
-        total = self.total(sums, m, n)
+        """Writes an element of y, of a row of group e."""
         if self.is_there(epilogue):
             total = self.finished(epilogue, total, e, row, column, width)
         there = Int64(row) * width + column
@@ -196,7 +186,7 @@ class Direct(ProductEntry):
     ):
         """The numbers of the first blocks of a lane's two rows of a tile."""
         _, _, n0, e = self.place_of(index, size)
-        rows = [self.row_of_lane(n0, g, r, width) for r in range(2)]
+        rows = [cutlass.min(n0 + g + 8 * r, width - 1) for r in range(2)]
         return tuple((Int64(e) * width + row) * blocks for row in rows)
 
     @cute.jit
@@ -320,17 +310,10 @@ class Direct(ProductEntry):
         for v in range_constexpr(4):
             sums[g + 8 * (v // 2), 2 * q + v % 2, tid // 32] = acc[v]
         cute.arch.sync_threads()
-        m, n = tid // self.columns, tid % self.columns
-        if (m < self.rows) & (row + m < stop) & (n0 + n < self.width_of(width)):
-            inner: cutlass.Constexpr = (m, n)
-            at: cutlass.Constexpr = (e, row + m, n0 + n)
-            self.write(epilogue, y, sums, inner, at, width, result)
-
-    @cute.jit
-    def total(self, sums, m: Int32, n: Int32):
-        """The sum of all warps' parts."""
-        total = Float32(0)
-        for warp in range_constexpr(self.warps):
-            for half in range_constexpr(2 // self.per):
-                total = total + sums[n, m + 4 * half, warp]
-        return total
+        m, n = tid // 16, tid % 16
+        if (m < self.rows) & (row + m < stop) & (n0 + n < width):
+            total = Float32(0)
+            for warp in range_constexpr(self.warps):
+                for half in range_constexpr(2 // self.per):
+                    total = total + sums[n, m + 4 * half, warp]
+            self.write(epilogue, y, total, e, row + m, n0 + n, width, result)

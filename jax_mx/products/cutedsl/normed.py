@@ -1,16 +1,15 @@
-"""y = rms_norm(x + residual) @ dequantize(W)^T for up to four rows, and an activation of it.
+"""y = rms_norm(x + residual) @ dequantize(W)^T for up to four rows.
 
 A transformer's layer begins so, where one token is decoded. `Normed` is `Direct`, whose x lies in
 shared memory: while the first codes of W come from memory, each thread block adds, norms and rounds
 all rows. So no other kernel runs for it. Sums of squares have the order that `jax_mx.rms_norm`
-says. An activation takes gates and ups: half of a tile's rows of W are gates, half the ups beside
-them, and y has a column for each pair.
+says.
 
 Waiting: all threads of a thread block meet three times before their first tile.
 """
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute, range_constexpr
 
 from jax_mx.formats.formats import BLOCK
 from jax_mx.launch.rule import Scalar
@@ -19,7 +18,7 @@ from jax_mx.products.cutedsl.matmul_vector import LINE, STEP, Direct, Lines
 from jax_mx.products.cutedsl.products import ProductEntry, vector
 from jax_mx.quantizing.facts.product_kernels import NORMED_ELEMENTS, ProductKernel
 from jax_mx.quantizing.facts.signatures import Array
-from jax_mx.quantizing.kernels.cutedsl import activations, convert
+from jax_mx.quantizing.kernels.cutedsl import convert
 from jax_mx.quantizing.kernels.geometry import SUMS, tree
 
 EARLY = 2  # times 2048 elements of the first row, which are asked for before W
@@ -33,7 +32,6 @@ class Normed(Direct):
 
     def __init__(self, product: ProductKernel, arch: str, tile: Lines | None = None):
         super().__init__(product, arch, tile)
-        self.columns = 8 if product.activation else 16
         self.at_once = 1 << max(4 - self.resident, 0)  # rows whose vectors registers have room for
         self.each = SUMS // self.threads  # neighbours of a row that a thread has at a time
         self.shared = 8 * self.sums + self.rows * PAD + 2 * NORMED_ELEMENTS
@@ -53,19 +51,6 @@ class Normed(Direct):
         *sizes, dtype = super().scalars
         return [*sizes, Scalar(4, "eps"), dtype]
 
-    # ---- W ---
-    def width_of(self, rows: Int32):
-        """Half of them with an activation."""
-        return rows // 2 if self.product.activation else rows
-
-    def row_of_lane(self, n0: Int32, g: Int32, r: int, width: Int32):
-        """With an activation the first is a gate, the second the up beside it."""
-        if not self.product.activation:
-            return super().row_of_lane(n0, g, r, width)
-        half = width // 2
-        return cutlass.min(n0 + g, half - 1) + r * half
-
-    # ---- x ---
     def pitch(self, wide: Int32):
         return 2 * wide + PAD
 
@@ -216,24 +201,15 @@ class Normed(Direct):
                         rX[i] = word
                     cute.autovec_copy(rX, there)
 
-    # ---- y ---
     @cute.jit
     def write(
-        self, epilogue: cutlass.Constexpr, y, sums, inner: cutlass.Constexpr,
-        at: cutlass.Constexpr, width: Int32, result: Int32,
+        self, epilogue: cutlass.Constexpr, y, total: Float32, e: Int32, row: Int32, column: Int32,
+        width: Int32, result: Int32,
     ):  # fmt: skip
-        """A sum, or the activation of two, which are rounded before."""
-        (m, n), (_, row, column) = inner, at
-        total = self.total(sums, m, n)
+        """In bfloat16."""
         word = convert.round_two(total, total, "bfloat16")
-        if const_expr(self.product.activation):
-            up = self.total(sums, m, n + 8)
-            ups = convert.round_two(up, up, "bfloat16")
-            name: cutlass.Constexpr = self.product.activation
-            word = activations.gated(name, word, ups, Float32(1.0), "bfloat16")
-        there = Int64(row) * self.width_of(width) + column
-        to = vector(y.toint() + 2 * there, cutlass.Uint16)
-        to[0] = cutlass.Uint16(word & Uint32(0xFFFF))
+        there = y.toint() + 2 * (Int64(row) * width + column)
+        vector(there, cutlass.Uint16)[0] = cutlass.Uint16(word & Uint32(0xFFFF))
 
 
 def entries(product: ProductKernel, arch: str, tile: Lines | None = None) -> list[ProductEntry]:

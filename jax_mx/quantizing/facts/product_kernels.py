@@ -54,7 +54,6 @@ class ProductKernel(Compiled):
       source: the word of what makes the floats, of "amaxes": they come out, too; "": x.
       parted: whether codes of W lie in parts of the contracted axis, one behind the other: (parts,
         N, K / parts). Devices that had a part each gather them so; scales lie as ever.
-      activation: of "normed": what y is of the product, gates before ups; "": the product.
       narrow: whether it is for a y of few columns, whose tiles larger thread blocks take.
     """
 
@@ -67,7 +66,6 @@ class ProductKernel(Compiled):
     floats: str = ""
     source: str = ""
     parted: bool = False
-    activation: str = ""
     narrow: bool = False
 
     @property
@@ -75,7 +73,7 @@ class ProductKernel(Compiled):
         """The name, which the binary's file and its entry points carry too."""
         window = suffix_of(self.window) + f"x{TILE}" * self.tiles
         names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
-        names += [word for word in (self.source, self.activation) if word]
+        names += [self.source] * (self.source != "")
         name = "_".join((self.op, *names, f"r{self.rows}{window}"))
         return name + "_free" * self.free + "_parted" * self.parted + "_narrow" * self.narrow
 
@@ -141,11 +139,7 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         for rows in (256, 128)
         for format in _FORMATS
     ),
-    *(
-        ProductKernel("normed", "cutedsl", (format,), DIRECT, activation=activation)
-        for activation in ("", "swiglu")
-        for format in (MXFP8_E4M3, MXFP4_E2M1)
-    ),
+    *(ProductKernel("normed", "cutedsl", (format,), DIRECT) for format in (MXFP8_E4M3, MXFP4_E2M1)),
 )
 
 # On AMD every pair of formats that gfx950's matrix cores take.
