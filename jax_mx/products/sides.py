@@ -188,6 +188,7 @@ class Static(NamedTuple):
       implementation: see `contraction.Numbers`.
       out_sharding: of the result.
       chosen: the name of the recipe that "auto" became; None where the caller passed a recipe.
+      fast: the products, of "forward", "dgrad" and "wgrad", that `Recipe.fast` names.
       keeps_rows: see the function `keeps_rows`; of a dense product.
     """
 
@@ -198,6 +199,7 @@ class Static(NamedTuple):
     implementation: str | None
     out_sharding: Any = None
     chosen: Any = None
+    fast: tuple[str, ...] = ()
     keeps_rows: bool = False
 
     def multiplication(
@@ -223,7 +225,7 @@ class Static(NamedTuple):
         if self.out_sharding is not None:
             ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
             spec = layout.result_spec(_spec_in(self.out_sharding, ndim))
-        return self.multiplication(lhs, rhs, spec=spec)
+        return self.multiplication(lhs, rhs, spec=spec, fast="forward" in self.fast)
 
     @property
     def unfollowed(self) -> Static:
@@ -248,8 +250,10 @@ class Static(NamedTuple):
         if spec and self.arranged.lhs.swapped:  # of (B..., M..., K)
             *lead, k, m = spec
             spec = (*lead, m, k)
-        how = {} if like is None else {"like": (*like, -2)}
-        return self.multiplication(gradient, rhs, lhs.dtype, spec=spec, **how)
+        how: dict[str, Any] = {"spec": spec, "fast": "dgrad" in self.fast}
+        if like is not None:
+            how["like"] = (*like, -2)
+        return self.multiplication(gradient, rhs, lhs.dtype, **how)
 
     def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
         """The result of `dgrad`, arranged as the caller's lhs."""
@@ -271,6 +275,7 @@ class Static(NamedTuple):
         order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
         summed = len(layout.lhs.free_out) - 1
         how: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
+        how["fast"] = "wgrad" in self.fast
         if self.dtype.itemsize < rhs.dtype.itemsize:  # half the bytes, as of a bfloat16 weight
             how["moved"] = self.dtype
         if like is not None:
