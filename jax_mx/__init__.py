@@ -44,6 +44,7 @@ from jax_mx.products.einsum import matmul as matmul
 from jax_mx.products.gathering import gather_weight as gather_weight
 from jax_mx.products.groups import Groups as Groups
 from jax_mx.products.mlp import mlp as mlp
+from jax_mx.products.normed_matmul import normed_matmul as normed_matmul
 from jax_mx.products.operand import QuantizedWeight as QuantizedWeight
 from jax_mx.products.oracle import mx_matmul_reference as mx_matmul_reference
 from jax_mx.products.ragged_dot import ragged_dot as ragged_dot

@@ -103,7 +103,8 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
         floats first.
       dtype: of the result.
       implementation: the kernel's, or "xla", its reference; None: the kernel where there is one.
-      **options: `window`, `tiles`, `free`, see `ProductPlan`; `tile`: the rows of a tile of x.
+      **options: `window`, `tiles`, `free`, `narrow`, see `ProductPlan`; `tile`: the rows of a tile
+        of x.
     """
     dtype, grouped = jnp.dtype(dtype), sizes is not None
     if sums and options.get("window", BLOCK) == BLOCK:

@@ -395,7 +395,7 @@ def test_each_tiling_is_a_row():
 # another binary serves calls of few rows, that of floats times codes.
 CALLS = {
     "mxfp8": (in_recipe(jax_mx.MXFP8), 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
-    "mxfp4": (in_recipe(jax_mx.MXFP4), 64, 96, "matmul_mxfp4_e2m1_r{}", ROWS, ()),
+    "mxfp4": (in_recipe(jax_mx.MXFP4), 64, 4352, "matmul_mxfp4_e2m1_r{}", ROWS, ()),
     "windows": (in_recipe(jax_mx.Recipe(window=256)), 512, 96,
         "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w256", (128, ), (4, 8, 16, 64)),
     "tiles": (in_recipe(TILES), 512, 128, "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w128x128",

@@ -22,7 +22,14 @@ from exact import (
     on_hopper,
     wanted,
 )
-from helpers import InHand, by_kernel, call_attributes_in, poison_memory, stand_in
+from helpers import (
+    InHand,
+    assert_bits_equal,
+    by_kernel,
+    call_attributes_in,
+    poison_memory,
+    stand_in,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,9 +40,11 @@ from jax_mx.launch import _ffi, store, targets
 from jax_mx.launch.rule import Launch
 from jax_mx.products import kernel_plans, kernels
 from jax_mx.products.contraction import Contraction, Numbers
+from jax_mx.products.primitives import products_p
 from jax_mx.quantizing import registry
 from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS
 from jax_mx.quantizing.facts.signatures import signature_of
+from jax_mx.quantizing.plan import ProductPlan
 
 # --thorough runs all cases of a test, CI one of 2.
 pytestmark = pytest.mark.sampled(4)
@@ -424,7 +433,7 @@ def test_kernels_are_exact(variant):
     if variant.free:
         free_kernels_are_exact(rng, format, variant.rows)
         return
-    exact = on_cuda(tile=variant.rows)
+    exact = on_cuda(tile=variant.rows, narrow=variant.narrow)
     for m, n, k in SHAPES:
         exact(floats(rng, (m, k)), integers(rng, (n, k), format))
     x, w = floats(rng, (65, 96), jnp.float16, 1500), integers(rng, (70, 96), format)
@@ -444,12 +453,12 @@ def test_kernels_are_exact(variant):
             exact(floats(rng, (m, k)), integers(rng, (n, k), format))
     exact(floats(rng, (39, 320)), w_of(w, 0)[:131])
     if variant.rows == DIRECT:
-        few_rows_are_exact(rng, format)
+        few_rows_are_exact(rng, format, variant.narrow)
 
 
-def few_rows_are_exact(rng, format):
+def few_rows_are_exact(rng, format, narrow):
     """Where W goes from memory into registers: by that entry, whatever is in W and x."""
-    exact = on_cuda(tile=DIRECT)
+    exact = on_cuda(tile=DIRECT, narrow=narrow)
     with the_first_entry():
         for m, n, k in ((1, 1, 128), (2, 9001, 384), (3, 99, 14336), (4, 2200, 4096), (9, 33, 640)):
             exact(floats(rng, (m, k)), integers(rng, (n, k), format, exponents=1))
@@ -464,6 +473,42 @@ def few_rows_are_exact(rng, format):
         for byte, power in EXTREMES:
             extreme = changed(ones, scales=[((slice(None), slice(None)), byte)])
             exact((floats(rng, (3, 128)).astype(jnp.float32) * power).astype(jnp.bfloat16), extreme)
+
+
+@on_hopper
+@of("normed")
+def test_normed_kernels_are_exact(variant):
+    """Rows of one magnitude have factors that are powers of two, so that products are exact."""
+    rng, (format,), rows = np.random.default_rng(5), variant.formats, variant.rows
+    shapes = [(1, 6144, 4096), (3, 2200, 128), (rows, 2202, 4096), (1, 4098, 4096 * rows)]
+    for m, n, k in [*shapes, (1, 40, 6016), (rows, 34, 640), (2, 2, 256)]:
+        x, signs = floats(rng, (m, k)), rng.integers(0, 2, (m, k)) * 8 - 4
+        w = integers(rng, (n, k), format, exponents=1)
+        weight = floats(rng, k)
+        ways = [
+            normed(x, jnp.asarray(signs, x.dtype) - x, weight, w, variant, implementation)
+            for implementation in ("cutedsl", "xla")
+        ]
+        for got, want in zip(*ways, strict=True):
+            assert_bits_equal(got, want, f"{m} x {n} x {k}")
+    x = jnp.asarray(rng.normal(size=(2, rows, 640)), jnp.bfloat16)
+    x = x.at[0, 1, 5].set(jnp.nan).at[1, 2, 7].set(jnp.inf).at[0, 3].set(1e-40)
+    w = changed(integers(rng, (96, 640), format), scales=[((5, 3), 255)])
+    weight = floats(rng, 640)
+    ways = [normed(*x, weight, w, variant, way, 1e-5) for way in ("cutedsl", "xla")]
+    (y, total), (want, sums) = ways
+    assert_bits_equal(total, sums)
+    y, want = (np.asarray(a.astype(jnp.float32)) for a in (y, want))
+    np.testing.assert_allclose(y, want, rtol=0.02, atol=0.01 * np.nanstd(want))
+
+
+def normed(x, residual, weight, w, variant, implementation, eps=0.0):
+    """[y, x + residual], by the kernel or by its reference."""
+    poison_memory()
+    dtype, options = jnp.dtype(jnp.bfloat16), {"implementation": implementation, "eps": eps}
+    plan = ProductPlan("normed", variant.formats, dtype, False, variant.rows, **options)
+    bind = jax.jit(functools.partial(products_p["normed"].bind, plan=plan))
+    return bind(x, residual, weight, w.values[None], w.scales[None])
 
 
 def free_kernels_are_exact(rng, format, tile):

@@ -207,6 +207,17 @@ def collectives():
         yield jax.jit(lambda x: jax_mx.reshard(jax_mx.quantize(x), spec("a")))(x())
 
 
+def normed_products():
+    weight = x(shape=(128,)).astype(jnp.bfloat16)
+    a = x().astype(jnp.bfloat16)
+
+    def call(a, residual, weight):
+        return jax_mx.normed_matmul(a, residual, weight, q())
+
+    y, back = jax.vjp(call, a, a, weight)
+    yield y, back(y)
+
+
 # A row for each public function: what is called, and all that it gives.
 def mixtures():
     rows, stack = x(shape=(64, 64)), x(shape=(2, 64, 64))
@@ -251,6 +262,7 @@ CALLS = {
     "Gated": activations,
     "Normed": norms,
     "rms_norm": norms,
+    "normed_matmul": normed_products,
     "align": lambda: [jax_mx.align(q(), window) for window in (128, "row", (128, 128))],
     "can_multiply": lambda: [np.array(jax_mx.can_multiply(x(), x().mT, options)[0]) for options in (
         "abc,acd->abd", (((2,), (1,)), ((0,), (0,))))],

@@ -45,6 +45,8 @@ from jax_mx.quantizing.facts.product_kernels import (
 )
 from jax_mx.quantizing.plan import ProductPlan
 
+# So many tiles of 128 columns are narrow: each multiprocessor of a Hopper has two tiles of 16.
+_NARROW = 33
 # How many rows of x tiles may have, in ascending order: each tiling is a kernel.
 ROWS = tuple(sorted({p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")}))
 # The same of floats times codes, by W's format and whether W is free.
@@ -73,12 +75,14 @@ def plan_of(
     strips: float = math.inf,
     tile: int | None = None,
     fast: bool = False,
+    narrow: bool | None = None,
 ) -> ProductPlan:
     """The plan of "matmul", of one format, or "matmul_fp8", of two.
 
     `rows`: how many rows of x a group has, about. `strips`: how many tiles lie beside each other,
     of all groups. `tile`: how many rows tiles have, one of `ROWS`, whatever the shapes ask for.
     `fast`: whether sums may be, where a kernel's are, see `ProductKernel`.
+    `narrow`: whether y has few columns; None: its shape says.
     """
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     if tile is None:
@@ -89,7 +93,11 @@ def plan_of(
             tile = _fp8_tile_for(rows, window, tiles, grouped)
     fast = fast and window == ROW and set(formats) == {MXFP8_E4M3}
     options = window, tiles, implementation, free
-    return ProductPlan(op, formats, dtype, grouped, tile, *options, fast=fast)
+    plan = ProductPlan(op, formats, dtype, grouped, tile, *options, fast=fast)
+    slim = dataclasses.replace(plan, narrow=True)
+    if narrow is None:
+        narrow = strips <= _NARROW and slim.product("cutedsl") in PRODUCTS
+    return slim if narrow else plan
 
 
 def wgrad_plan_of(
