@@ -212,16 +212,16 @@ class Static(NamedTuple):
     fast: tuple[str, ...] = ()
 
     def multiplication(
-        self, lhs: tuple[int, int], rhs: tuple[int, int], dtype: Any = None, **how: Any
+        self, lhs: tuple[int, int], rhs: tuple[int, int], dtype: Any = None, **options: Any
     ) -> Multiplication:
         """A product of these forms of a step's operands; `how`: see `Multiplication`."""
         if self.layout is not None:
-            how["batch"] = self.layout.lhs.batch
+            options["batch"] = self.layout.lhs.batch
         names = ("exact", "implementation", "chosen")
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.implementation is not None:
             shared["caller"] = self.op
-        return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **how)
+        return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **options)
 
     @property
     def arranged(self) -> Arrangements:
@@ -259,10 +259,10 @@ class Static(NamedTuple):
         if spec and self.arranged.lhs.swapped:  # of (B..., M..., K)
             *lead, k, m = spec
             spec = (*lead, m, k)
-        how: dict[str, Any] = {"spec": spec, "fast": "dgrad" in self.fast}
+        options: dict[str, Any] = {"spec": spec, "fast": "dgrad" in self.fast}
         if like is not None:
-            how["like"] = (*like, -2)
-        return self.multiplication(gradient, rhs, lhs.dtype, **how)
+            options["like"] = (*like, -2)
+        return self.multiplication(gradient, rhs, lhs.dtype, **options)
 
     def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
         """The result of `dgrad`, arranged as the caller's lhs."""
@@ -283,13 +283,13 @@ class Static(NamedTuple):
         layout = self.arranged
         order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
         summed = len(layout.lhs.free_out) - 1
-        how: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
-        how["fast"] = "wgrad" in self.fast
+        options: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
+        options["fast"] = "wgrad" in self.fast
         if self.dtype.itemsize < rhs.dtype.itemsize:  # half the bytes, as of a bfloat16 weight
-            how["moved"] = self.dtype
+            options["moved"] = self.dtype
         if like is not None:
-            how["like"] = (*like, -1 if layout.rhs.swapped else -2)
-        return self.multiplication(*order, rhs.dtype, **how)
+            options["like"] = (*like, -1 if layout.rhs.swapped else -2)
+        return self.multiplication(*order, rhs.dtype, **options)
 
     def rhs_gradient(self, dw: jax.Array, rhs: Side) -> jax.Array:
         """The result of `wgrad`, arranged as the caller's rhs."""
@@ -425,13 +425,13 @@ class Grouped(NamedTuple):
     """One of the two products over groups.
 
     Attributes:
-      kind: `ROWS` or `SUMS`.
+      groups: `ROWS` or `SUMS`.
       at: the axis of matrices that `ROWS` contracts, -1 or -2.
       dtype: of the result.
       rounds: whether floats are rounded to bfloat16.
     """
 
-    kind: str
+    groups: str
     at: int
     dtype: np.dtype
     rounds: bool
@@ -445,7 +445,7 @@ def _of_groups(static: Static, grouped: Grouped, a: Any, b: Any, sizes: jax.Arra
 
     def value(a: Any, b: Any, sizes: jax.Array) -> jax.Array:
         options: dict[str, Any] = {}
-        if grouped.kind == ROWS:
+        if grouped.groups == ROWS:
             pair = a, b
             if grouped.rounds:
                 pair = (x if isinstance(x, MXArray) else x.astype(jnp.bfloat16) for x in pair)
@@ -455,13 +455,13 @@ def _of_groups(static: Static, grouped: Grouped, a: Any, b: Any, sizes: jax.Arra
             groups = Groups.from_sizes(sizes, a.shape[0], align=align_of(recipe))
             operands = tuple((_by_slot("lhs", x, groups, recipe)[1],) for x in (a, b))
             sizes, options = groups.sizes, options | {"align": groups.align, "over_rows": True}
-        options["groups"] = grouped.kind
+        options["groups"] = grouped.groups
         product = static.multiplication((0, 0), (1, 0), grouped.dtype, **options)
         return Step((product,))(operands, sizes)[0][0]
 
     def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
         a, b, sizes = operands
-        if grouped.kind == SUMS:
+        if grouped.groups == SUMS:
             first, second = (ROWS, -1, b, dy), (ROWS, -2, a, dy)
         else:
             order = (a, dy) if grouped.at == -2 else (dy, a)
