@@ -37,6 +37,7 @@ from jax_mx import Recipe
 
 OURS: Mapping[str, Recipe | str] = {
     "auto": "auto",
+    "fast": "mxfp8_fast",
     "rows": Recipe(window="row"),
     "w256": Recipe(window=256),
     "tiles": Recipe(window=256, weight_window=(128, 128)),
@@ -44,7 +45,8 @@ OURS: Mapping[str, Recipe | str] = {
     "mxfp4": "mxfp4",
 }  # "tiles" are for weights that are split
 PEERS: Mapping[str, Way] = {"tensorwise": llama.Current(), "flax": llama.Delayed()}
-USUAL = ("bf16", *(name for name in OURS if name != "tiles"), *PEERS)  # without --ways
+_APART = ("tiles", "fast")
+USUAL = ("bf16", *(name for name in OURS if name not in _APART), *PEERS)  # without --ways
 WARM_UP = 3
 show = Console(width=120).print
 MARKS: Mapping[str, Mapping[str, Any]] = {

@@ -155,8 +155,8 @@ def moe(
     units = recipe.units
     x = floats_of(op, "x", x, 2, math.lcm(units.forward, units.dgrad))
     axes = wires.axes_of(op, expert_axis, tensor_axis)
-    given = (("w_gate_up", w_gate_up), ("w_down", w_down))
-    recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in given)
+    named_weights = (("w_gate_up", w_gate_up), ("w_down", w_down))
+    recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in named_weights)
     first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
     if first.columns % (wanted := math.lcm(2 * units.forward, units.dgrad)):
         is_shard = tensor_axis is not None and not axes.to_map
@@ -211,10 +211,10 @@ def moe(
     )
     unsplit(op, x, experts, weights, w_gate_up, w_down, *biases)
     b1, b2 = biases
-    given = Inputs(x, weights, (first.floats,), second.floats, (b1,), b2)
-    recipes = tuple(wires.numbered(each, (axes.experts, axes.tensor)) for each in recipes)
+    inputs = Inputs(x, weights, (first.floats,), second.floats, (b1,), b2)
+    recipes = tuple(wires.numbered(one, (axes.experts, axes.tensor)) for one in recipes)
     quantized = (first.quantized,), second.quantized
-    leaves, tree = jax.tree.flatten((given, quantized, trip, recipes))
+    leaves, tree = jax.tree.flatten((inputs, quantized, trip, recipes))
     return layer(static, *tree.unflatten(private.vary_alike(*leaves)))
 
 
@@ -235,10 +235,10 @@ def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax
     def shard(x, experts, weights, w1, w2, b1, b2, recipe):
         if apart:
             w1, b1 = (w if w is None else w.reshape(*w.shape[:-2], -1) for w in (w1, b1))
-        own = {"expert_axis": mapping.axes.experts, "tensor_axis": mapping.axes.tensor}
+        over = {"expert_axis": mapping.axes.experts, "tensor_axis": mapping.axes.tensor}
         recipe = wires.numbered(recipe, [n for n in mapping.tokens if n != mapping.axes.experts])
         return moe(
-            x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **own, **options
+            x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **over, **options
         )
 
     operands = (x, experts, weights, w1, w2, b1, b2, recipe)
@@ -298,13 +298,13 @@ class Slots(Moves):
     keeps_activation: ClassVar[bool] = False
 
     def enter(
-        self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+        self, inputs: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
     ) -> tuple[Any, SlotPlace]:
         """See `Moves`."""
-        tokens = Unquantized(given.x, recipe, name="lhs", wanted=(True, False), moves=True)
-        rows, (experts, weights) = routing.tokens(tokens), routing.choices(given.weights)
+        tokens = Unquantized(inputs.x, recipe, name="lhs", wanted=(True, False), moves=True)
+        rows, (experts, weights) = routing.tokens(tokens), routing.choices(inputs.weights)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots
-        groups = Groups.from_experts(experts, routing.own, align=align, most=routing.most)
+        groups = Groups.from_experts(experts, routing.local, align=align, most=routing.most)
         return rows, SlotPlace(groups, groups.of_slots(weights), routing)
 
     def operand(
@@ -318,11 +318,11 @@ class Slots(Moves):
         self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
     ) -> Unquantized:
         """See `Moves`."""
-        how: dict[str, Any] = {"name": "gradient", "frozen": (weight is None, False)}
-        alone = Unquantized(dy, recipe, wanted=(True, False), moves=True, **how)
+        options: dict[str, Any] = {"name": "gradient", "frozen": (weight is None, False)}
+        alone = Unquantized(dy, recipe, wanted=(True, False), moves=True, **options)
         rows = place.trip.tokens(alone)
         request, wanted = Moved if isinstance(rows, MXArray) else Unquantized, weight is not None
-        return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **how)
+        return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **options)
 
     def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
         """See `Moves`."""
@@ -356,8 +356,8 @@ class Slots(Moves):
         like: FormNumber,
     ) -> Multiplication:
         """See `Moves`."""
-        how: dict[str, Any] = {"groups": SUMS, "align": place.groups.align, "over_rows": True}
-        return product.multiplication(rows, gradient, weight.dtype, **how)
+        options: dict[str, Any] = {"groups": SUMS, "align": place.groups.align, "over_rows": True}
+        return product.multiplication(rows, gradient, weight.dtype, **options)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""
@@ -367,19 +367,19 @@ class Slots(Moves):
         return (y.astype(jnp.float32) + rows).astype(product.dtype)
 
     def leave(
-        self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
+        self, product: Static, y: jax.Array, inputs: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """See `Moves`; the backward pass needs b_down and the routing."""
-        y, beside = routing.back(place.groups.combined(y)), None
-        if given.b_second is not None:  # of this shard's tokens and all experts
-            bias = wires.gathered(self.axis, given.b_second).astype(jnp.float32)
+        y, saved = routing.back(place.groups.combined(y)), None
+        if inputs.b_second is not None:  # of this shard's tokens and all experts
+            bias = wires.gathered(self.axis, inputs.b_second).astype(jnp.float32)
             rows = reference.rows_of(bias, routing.experts)
-            rows = rows * given.weights.astype(jnp.float32)[:, :, None]
+            rows = rows * inputs.weights.astype(jnp.float32)[:, :, None]
             is_one = _is_one(routing.experts, bias.shape[0])[:, :, None]
             rows = jnp.where(is_one, rows, 0).sum(1)
             y = y + wires.on_first_shard(self.tensor, rows).astype(y.dtype)
-            beside = bias, routing.experts, given.weights
-        return wires.summed_shards(self.tensor, y), beside
+            saved = bias, routing.experts, inputs.weights
+        return wires.summed_shards(self.tensor, y), saved
 
     @property
     def in_rounds(self) -> bool:
@@ -390,9 +390,9 @@ class Slots(Moves):
         """See `Moves`; random numbers are a round's own."""
 
         def one(trip: Any, operands: Any) -> Any:
-            given, quantized, recipes, *more = operands
+            inputs, quantized, recipes, *more = operands
             recipes = tuple(recipe.fold_in(trip.number) for recipe in recipes)
-            return run(trip, (given, quantized, recipes, *more))
+            return run(trip, (inputs, quantized, recipes, *more))
 
         return routing.rest(one, sums, operands)
 
@@ -409,14 +409,14 @@ class Slots(Moves):
         ((bias,), (sums,)) = sides.b_first, back.sums
         if bias is not None:
             db1 = _by_expert(sums, groups).astype(bias.dtype)
-        if kept.beside is not None:
-            bias, experts, weights = kept.beside
+        if kept.extras is not None:
+            bias, experts, weights = kept.extras
             dy, is_one = back.dy.astype(jnp.float32), _is_one(experts, bias.shape[0])
             db2 = _sums(*_shares(experts, weights, bias.shape[0]), dy)
             db2 = wires.on_first_shard(self.tensor, db2)
             db2 = wires.sum_and_scatter(self.axis, db2).astype(sides.b_second.dtype)
-            each = (reference.rows_of(bias, experts) * dy[:, None]).sum(-1)
-            dweights += wires.on_first_shard(self.tensor, jnp.where(is_one, each, 0))
+            products = (reference.rows_of(bias, experts) * dy[:, None]).sum(-1)
+            dweights += wires.on_first_shard(self.tensor, jnp.where(is_one, products, 0))
         dweights = dweights.astype(sides.weights.dtype)
         return Inputs(dx, dweights, back.dw_first, back.dw_second, (db1,), db2)
 
@@ -462,8 +462,8 @@ def _by_expert(sums: jax.Array, groups: Groups) -> jax.Array:
       sums: float32 (R / 32, columns), of 32 slots each, or of all slots themselves.
       groups: the slots.
     """
-    each = groups.align // (1 if sums.shape[0] == groups.rows.shape[0] else BLOCK)
-    runs = sums.reshape(-1, each, sums.shape[-1]).sum(1)
+    length = groups.align // (1 if sums.shape[0] == groups.rows.shape[0] else BLOCK)
+    runs = sums.reshape(-1, length, sums.shape[-1]).sum(1)
     experts = groups.experts[:: groups.align]
     is_it = experts[:, None] == jnp.arange(groups.num_experts, dtype=experts.dtype)[None]
     return _sums(is_it.astype(jnp.float32), is_it, runs)

@@ -199,6 +199,7 @@ class Static(NamedTuple):
       implementation: see `contraction.Numbers`.
       out_sharding: of the result.
       chosen: the name of the recipe that "auto" became; None where the caller passed a recipe.
+      fast: the products, of "forward", "dgrad" and "wgrad", that `Recipe.fast` names.
     """
 
     op: str
@@ -208,6 +209,7 @@ class Static(NamedTuple):
     implementation: str | None
     out_sharding: Any = None
     chosen: Chosen | None = None
+    fast: tuple[str, ...] = ()
 
     def multiplication(
         self, lhs: tuple[int, int], rhs: tuple[int, int], dtype: Any = None, **how: Any
@@ -232,7 +234,7 @@ class Static(NamedTuple):
         if self.out_sharding is not None:
             ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
             spec = layout.result_spec(_spec_in(self.out_sharding, ndim))
-        return self.multiplication(lhs, rhs, spec=spec)
+        return self.multiplication(lhs, rhs, spec=spec, fast="forward" in self.fast)
 
     def unfollowed(self, rhs: Any, rhs_q: Any, recipe: Recipe) -> Static:
         """The product where no gradient follows: nothing is quantized along rows."""
@@ -257,8 +259,10 @@ class Static(NamedTuple):
         if spec and self.arranged.lhs.swapped:  # of (B..., M..., K)
             *lead, k, m = spec
             spec = (*lead, m, k)
-        how = {} if like is None else {"like": (*like, -2)}
-        return self.multiplication(gradient, rhs, lhs.dtype, spec=spec, **how)
+        how: dict[str, Any] = {"spec": spec, "fast": "dgrad" in self.fast}
+        if like is not None:
+            how["like"] = (*like, -2)
+        return self.multiplication(gradient, rhs, lhs.dtype, **how)
 
     def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
         """The result of `dgrad`, arranged as the caller's lhs."""
@@ -280,6 +284,7 @@ class Static(NamedTuple):
         order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
         summed = len(layout.lhs.free_out) - 1
         how: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
+        how["fast"] = "wgrad" in self.fast
         if self.dtype.itemsize < rhs.dtype.itemsize:  # half the bytes, as of a bfloat16 weight
             how["moved"] = self.dtype
         if like is not None:
@@ -334,8 +339,8 @@ def product(
             w, at = rhs, -2
             if rhs_q is not None:
                 w, at = rhs_q, rhs_q.axis if len(rhs_q.block) == 1 else -2
-            how = Grouped(ROWS, at, static.dtype, recipe.rounds)
-            return _of_groups(static, how, lhs, w, sizes)
+            grouped = Grouped(ROWS, at, static.dtype, recipe.rounds)
+            return _of_groups(static, grouped, lhs, w, sizes)
         lhs, rhs = (x if q is None else q for x, q in ((lhs, lhs_q), (rhs, rhs_q)))
         return _of_floats(static, lhs, rhs, recipe)
     lhs, rhs = jax.tree.map(derivatives.reverse_only(static.op, FORWARD), (lhs, rhs))
@@ -376,8 +381,8 @@ def _derived(op: str, operands: tuple, value: Callable, gradients: Callable, for
             return [d for d in gradients(kept, asked, dy) if d is not None]
 
         def tangent(kept: tuple, *some: jax.Array) -> list[jax.Array]:
-            each = iter(some)
-            return [forward(kept, *(next(each) if is_asked else None for is_asked in asked))]
+            tangents = iter(some)
+            return [forward(kept, *(next(tangents) if is_asked else None for is_asked in asked))]
 
         moved = [t for t in moved if t is not None]
         way = None if forward is None else tangent
@@ -395,8 +400,8 @@ def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:
     of_rhs = side_of(layout.rhs, parts_of(rhs)[0])
 
     def value(lhs: Any, rhs: Any) -> jax.Array:
-        own = static.unfollowed(*parts_of(rhs), recipe)
-        return _forward(own, parts_of(lhs), parts_of(rhs), None, recipe, (False, False))[0]
+        unfollowed = static.unfollowed(*parts_of(rhs), recipe)
+        return _forward(unfollowed, parts_of(lhs), parts_of(rhs), None, recipe, (False, False))[0]
 
     def form(side: Arrangement, x: Any, name: str) -> Any:
         if x is None:
@@ -432,46 +437,48 @@ class Grouped(NamedTuple):
     rounds: bool
 
 
-def _of_groups(static: Static, how: Grouped, a: Any, b: Any, sizes: jax.Array) -> jax.Array:
+def _of_groups(static: Static, grouped: Grouped, a: Any, b: Any, sizes: jax.Array) -> jax.Array:
     """A product over groups of floats; b may be an `MXArray`."""
     run, is_frozen = partial(_of_groups, static), isinstance(b, MXArray)
     of_a, of_b = a.dtype, None if is_frozen else b.dtype
-    recipe = BF16 if how.rounds else AS_THEY_ARE
+    recipe = BF16 if grouped.rounds else AS_THEY_ARE
 
     def value(a: Any, b: Any, sizes: jax.Array) -> jax.Array:
         options: dict[str, Any] = {}
-        if how.kind == ROWS:
+        if grouped.kind == ROWS:
             pair = a, b
-            if how.rounds:
+            if grouped.rounds:
                 pair = (x if isinstance(x, MXArray) else x.astype(jnp.bfloat16) for x in pair)
-            axes = -1, how.at
+            axes = -1, grouped.at
             operands = tuple((ProductOperand(*one),) for one in zip(pair, axes, strict=True))
         else:
             groups = Groups.from_sizes(sizes, a.shape[0], align=align_of(recipe))
             operands = tuple((_by_slot("lhs", x, groups, recipe)[1],) for x in (a, b))
-            sizes, options = groups.sizes, {"align": groups.align, "over_rows": True}
-        product = static.multiplication((0, 0), (1, 0), how.dtype, groups=how.kind, **options)
+            sizes, options = groups.sizes, options | {"align": groups.align, "over_rows": True}
+        options["groups"] = grouped.kind
+        product = static.multiplication((0, 0), (1, 0), grouped.dtype, **options)
         return Step((product,))(operands, sizes)[0][0]
 
     def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
         a, b, sizes = operands
-        if how.kind == SUMS:
+        if grouped.kind == SUMS:
             first, second = (ROWS, -1, b, dy), (ROWS, -2, a, dy)
         else:
-            order = (a, dy) if how.at == -2 else (dy, a)
-            first, second = (ROWS, -3 - how.at, dy, b), (SUMS, -2, *order)
+            order = (a, dy) if grouped.at == -2 else (dy, a)
+            first, second = (ROWS, -3 - grouped.at, dy, b), (SUMS, -2, *order)
 
         def one(product: Any, dtype: Any) -> jax.Array:
-            kind, at, a, b = product
-            return run(Grouped(kind, at, dtype, how.rounds), a, b, sizes)
+            groups, at, a, b = product
+            return run(Grouped(groups, at, dtype, grouped.rounds), a, b, sizes)
 
         da = one(first, of_a) if asked[0] else None
         return da, one(second, of_b) if asked[1] else None
 
     def forward(operands: tuple, da: Any, db: Any) -> jax.Array:
         a, b, sizes = operands
-        parts = [] if da is None else [run(how, da, b, sizes)]
-        return functools.reduce(jnp.add, parts + ([] if db is None else [run(how, a, db, sizes)]))
+        parts = [] if da is None else [run(grouped, da, b, sizes)]
+        parts += [] if db is None else [run(grouped, a, db, sizes)]
+        return functools.reduce(jnp.add, parts)
 
     return _derived(static.op, (a, b, sizes), value, gradients, forward)
 
@@ -595,9 +602,9 @@ def _gradients(
     multiplications = [] if b is None else [static.dgrad((0, 0), (2, 0), lhs, like_a)]
     multiplications += [] if a is None else [static.wgrad((1, 0), (0, 1), rhs, like_b)]
     products, _ = Step(tuple(multiplications))((gradient, (a,), (b,)))
-    each = iter(products)
-    dlhs = None if b is None else static.lhs_gradient(next(each), lhs)
-    return dlhs, None if a is None else static.rhs_gradient(next(each), rhs)
+    gradients = iter(products)
+    dlhs = None if b is None else static.lhs_gradient(next(gradients), lhs)
+    return dlhs, None if a is None else static.rhs_gradient(next(gradients), rhs)
 
 
 def _gradients_of_groups(
@@ -613,8 +620,8 @@ def _gradients_of_groups(
         (dlhs,), _ = Step((dgrad,))((gradient, (b,)), of_rows)
     if a is not None:
         _, along = _by_slot("gradient", dy, groups, recipe)
-        how = {"groups": SUMS, "align": groups.align, "over_rows": True}
-        wgrad = static.multiplication((0, 0), (1, 0), rhs.dtype, **how)
+        options = {"groups": SUMS, "align": groups.align, "over_rows": True}
+        wgrad = static.multiplication((0, 0), (1, 0), rhs.dtype, **options)
         (drhs,), _ = Step((wgrad,))(((a,), (along,)), groups.sizes)
     return dlhs, drhs
 

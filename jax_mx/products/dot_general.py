@@ -166,7 +166,7 @@ def multiplied(
     if vars(recipe)["dgrad"].rounding or vars(recipe)["wgrad"].rounding:
         warn_of_fixed_keys(op, recipe)
     shared = (is_exact(op, precision), implementation)
-    static = Static(op, layout, call.dtype, *shared, out_sharding, recipe.chosen)
+    static = Static(op, layout, call.dtype, *shared, out_sharding, recipe.chosen, recipe.fast)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         keep = isinstance(rhs, QuantizedWeight) or is_square(rhs, recipe)
         static = static._replace(layout=layout.unpadded(keep))

@@ -37,8 +37,8 @@ from jax_mx.quantizing import registry
 from jax_mx.quantizing.mxarray import MXArray, dequantize
 from jax_mx.quantizing.reference import rows_of
 
-# sm_90's FP8 tensor cores cut products at 2^-13 of the largest of them. Of the normal numbers that
-# `measuring` draws, no sum was off by more than 4e-4 of sum |a||b| (tests/test_gemm.py).
+# sm_90's FP8 tensor cores cut products at 2^-13 of the largest of them. No sum of
+# the normal numbers that `measuring` draws is off by over 4e-4 of sum |a||b| (tests/test_gemm.py).
 FP8_ERROR = 2.0**-10
 DENSE, GROUPED = "dot_general", "ragged_dot"
 

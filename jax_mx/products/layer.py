@@ -92,21 +92,21 @@ class Layer(NamedTuple):
         spec = spec_of(made(self.op, gate_up[0], self.gated(gate_up)))
         return Side(self.second.dtype, arranged=spec)
 
-    def sides(self, given: Inputs) -> Inputs:
-        """The sides of all that is given."""
+    def sides(self, inputs: Inputs) -> Inputs:
+        """The sides of all inputs."""
         dense = self.second.layout is not None
-        side = side_of(self.first[0].arranged.lhs if dense else None, given.x)
+        side = side_of(self.first[0].arranged.lhs if dense else None, inputs.x)
         firsts = tuple(
             side_of(product.arranged.rhs if dense else None, w)
-            for product, w in zip(self.first, given.w_first, strict=True)
+            for product, w in zip(self.first, inputs.w_first, strict=True)
         )
         return Inputs(
             side,
-            side_of(None, given.weights),
+            side_of(None, inputs.weights),
             firsts,
-            side_of(self.second.arranged.rhs if dense else None, given.w_second),
-            tuple(side_of(None, bias) for bias in given.b_first),
-            side_of(None, given.b_second),
+            side_of(self.second.arranged.rhs if dense else None, inputs.w_second),
+            tuple(side_of(None, bias) for bias in inputs.b_first),
+            side_of(None, inputs.b_second),
         )
 
     def gated(self, gate_up: GateUp, scale: Any = None) -> Gated:
@@ -117,8 +117,8 @@ class Layer(NamedTuple):
         self, gate_up: GateUp, scale: Any, recipe: Recipe, wanted: tuple[bool, bool]
     ) -> Unquantized:
         """The operand of the activation's result that the second product reads."""
-        own = self.gated(gate_up, scale)
-        return Unquantized(gate_up[0], recipe, None, own, wanted=wanted)
+        activation = self.gated(gate_up, scale)
+        return Unquantized(gate_up[0], recipe, None, activation, wanted=wanted)
 
 
 class Moves(ABC):
@@ -131,12 +131,12 @@ class Moves(ABC):
 
     @abstractmethod
     def enter(
-        self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+        self, inputs: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
     ) -> tuple[Any, Any]:
         """The rows that the first product reads, and the place.
 
         Args:
-          given: to the layer.
+          inputs: to the layer.
           quantized: the quantized parts of both weights, or None.
           routing: the experts of each row, or None.
           recipe: of the first product.
@@ -206,7 +206,7 @@ class Moves(ABC):
 
     @abstractmethod
     def leave(
-        self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
+        self, product: Static, y: jax.Array, inputs: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """The result as the caller wants it, and further residuals."""
 
@@ -222,7 +222,7 @@ class Moves(ABC):
           routing: of the layer; its first round.
           run: a function of a round and of the operands; it gets the operands from nowhere else.
           sums: the results of the first round.
-          operands: given, quantized, recipes, and more.
+          operands: inputs, quantized, recipes, and more.
         """
         raise NotImplementedError
 
@@ -234,7 +234,7 @@ class Moves(ABC):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=(
-        "place", "rows", "act", "gate_up", "w_first", "w_second", "biases", "recipes", "beside",
+        "place", "rows", "act", "gate_up", "w_first", "w_second", "biases", "recipes", "extras",
     ),
     meta_fields=("sides",),
 )  # fmt: skip
@@ -252,7 +252,7 @@ class Kept:
       w_second: its free form.
       biases: b_first, where gates and ups are computed again.
       recipes: of both products.
-      beside: further residuals, of `Moves.leave`.
+      extras: further residuals, of `Moves.leave`.
       sides: the `Side` of every input.
     """
 
@@ -264,7 +264,7 @@ class Kept:
     w_second: Any
     biases: tuple[Any, ...]
     recipes: Recipes
-    beside: Any
+    extras: Any
     sides: Inputs
 
 
@@ -295,73 +295,73 @@ IN_PARTS = "; its two products with recipe='bf16', and jax.nn's activation betwe
 
 @partial(jax.jit, static_argnums=0)
 def layer(
-    static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes
+    static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
-    """The layer, differentiable by what is given.
+    """The layer, differentiable by its inputs.
 
     Args:
       static: the part of it that is neither array nor key.
-      given: its arrays.
+      inputs: its arrays.
       quantized: the quantized parts of both weights: an `MXArray`, both forms, or None.
       routing: the experts of each row, or None.
       recipes: of both products.
     """
-    given = jax.tree.map(derivatives.reverse_only(static.op, IN_PARTS), given)
-    return _layer(static, given, quantized, routing, recipes)
+    inputs = jax.tree.map(derivatives.reverse_only(static.op, IN_PARTS), inputs)
+    return _layer(static, inputs, quantized, routing, recipes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layer(
-    static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes
+    static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
     first = tuple(  # nothing is quantized along rows
         product.unfollowed(w, q, recipes[0])
-        for product, w, q in zip(static.first, given.w_first, quantized[0], strict=True)
+        for product, w, q in zip(static.first, inputs.w_first, quantized[0], strict=True)
     )
-    second = static.second.unfollowed(given.w_second, quantized[1], recipes[1])
+    second = static.second.unfollowed(inputs.w_second, quantized[1], recipes[1])
     static = static._replace(first=first, second=second)
-    y, _ = _forward(static, given, quantized, routing, recipes, keep=False)
+    y, _ = _forward(static, inputs, quantized, routing, recipes, keep=False)
     return (
-        _with_rest(static, y, given, quantized, routing, recipes) if static.moves.in_rounds else y
+        _with_rest(static, y, inputs, quantized, routing, recipes) if static.moves.in_rounds else y
     )
 
 
 def _fwd(static: Layer, *args: Any) -> tuple:
     first, second = args[1]
-    given, quantized, routing, recipes = values_of(static.op, args, (*first, second))
-    mark = once_derived(static.op, MARK, given)
-    y, kept = _forward(static, given, quantized, routing, recipes, keep=True)
+    inputs, quantized, routing, recipes = values_of(static.op, args, (*first, second))
+    mark = once_derived(static.op, MARK, inputs)
+    y, kept = _forward(static, inputs, quantized, routing, recipes, keep=True)
     if not static.moves.in_rounds:
         return y, (kept, None, mark)
-    y = _with_rest(static, y, given, quantized, routing, recipes)
-    return y, (kept, (given, quantized, routing), mark)
+    y = _with_rest(static, y, inputs, quantized, routing, recipes)
+    return y, (kept, (inputs, quantized, routing), mark)
 
 
 def _with_rest(
-    static: Layer, y: jax.Array, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes
+    static: Layer, y: jax.Array, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
     """The result of all rounds, of that of the first."""
 
     def run(routing: Any, operands: Any) -> jax.Array:
-        given, quantized, recipes = operands
-        return _forward(static, given, quantized, routing, recipes, keep=False)[0]
+        inputs, quantized, recipes = operands
+        return _forward(static, inputs, quantized, routing, recipes, keep=False)[0]
 
-    return static.moves.rest(routing, run, y, (given._replace(b_second=None), quantized, recipes))
+    return static.moves.rest(routing, run, y, (inputs._replace(b_second=None), quantized, recipes))
 
 
 def _forward(
-    static: Layer, given: Inputs, quantized: tuple, routing: Any, recipes: Recipes, keep: bool
+    static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes, keep: bool
 ) -> tuple[jax.Array, Any]:
     """The result; and the residuals, if a backward pass follows."""
     moves, first = static.moves, static.first
-    x, place = moves.enter(given, quantized, routing, recipes[0], keep)
+    x, place = moves.enter(inputs, quantized, routing, recipes[0], keep)
     firsts = [
         moves.weight(product, w, q, recipes[0], keep)
-        for product, w, q in zip(first, given.w_first, quantized[0], strict=True)
+        for product, w, q in zip(first, inputs.w_first, quantized[0], strict=True)
     ]
-    second = moves.weight(static.second, given.w_second, quantized[1], recipes[1], keep)
+    second = moves.weight(static.second, inputs.w_second, quantized[1], recipes[1], keep)
     again = keep and static.residuals == "inputs"
-    wanted = (True, keep and any(w is not None for w in given.w_first))
+    wanted = (True, keep and any(w is not None for w in inputs.w_first))
     rows = moves.operand(first[0], x, place, recipes[0], wanted)
     weights, one_each = range(1, 1 + len(first)), list(zip(first, firsts, strict=True))
     forms = ((0, 1), *((i, 1) for i in weights))
@@ -371,16 +371,16 @@ def _forward(
         tuple(p._replace(rhs=(i, 0)) for i, p in zip(weights, products, strict=True)), forms
     )
     gate_up, (rows_kept, *kept) = step((rows, *firsts), sizes_of(place))
-    gate_up = biased(static, gate_up, given.b_first, place)
-    wanted = (True, keep and given.w_second is not None and moves.keeps_activation)
+    gate_up = biased(static, gate_up, inputs.b_first, place)
+    wanted = (True, keep and inputs.w_second is not None and moves.keeps_activation)
     act = static.requests(gate_up, scale_of(place), recipes[1], wanted)
     step = Step((moves.forward(static.second, (act, second), place, True),), ((0, 1), (1, 1)))
     (y,), (act_kept, second_free) = step((act, second), sizes_of(place))
-    y, beside = moves.leave(static.second, y, given, routing, place)
+    y, extras = moves.leave(static.second, y, inputs, routing, place)
     if not keep:
         return y, None
     if static.residuals == "mx":
-        gate_up = tuple(quantize(each, MXFP8_E4M3) for each in gate_up)
+        gate_up = tuple(quantize(half, MXFP8_E4M3) for half in gate_up)
     frees, (rows_again, *contracted) = kept[: len(first)], kept[len(first) :] or (None,)
     contracted = contracted or (None,) * len(first)
     return y, Kept(
@@ -390,17 +390,17 @@ def _forward(
         rows_again if again else gate_up,
         tuple(zip(contracted, frees, strict=True)),
         second_free,
-        given.b_first if again else (),
+        inputs.b_first if again else (),
         recipes,
-        beside,
-        static.sides(given),
+        extras,
+        static.sides(inputs),
     )
 
 
 def biased(static: Layer, gate_up: Any, biases: tuple[Any, ...], place: Any) -> GateUp:
     """The first products and their biases."""
-    each = zip(static.first, gate_up, biases, strict=True)
-    return tuple(static.moves.biased(product, y, bias, place) for product, y, bias in each)
+    parts = zip(static.first, gate_up, biases, strict=True)
+    return tuple(static.moves.biased(product, y, bias, place) for product, y, bias in parts)
 
 
 def sizes_of(place: Any) -> Any:
@@ -421,15 +421,15 @@ def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple
     gradients = _backward(static, kept, dy)
     if again is None:
         return gradients, None, None, None
-    given, quantized, routing = again
+    inputs, quantized, routing = again
 
     def run(routing: Any, operands: Any) -> Inputs:
-        given, quantized, recipes, dy = operands
-        _, kept = _forward(static, given, quantized, routing, recipes, keep=True)
+        inputs, quantized, recipes, dy = operands
+        _, kept = _forward(static, inputs, quantized, routing, recipes, keep=True)
         return _backward(static, kept, dy)
 
     once = {"b_second": None}  # the first round has all of it
-    operands = given._replace(**once), quantized, kept.recipes, dy
+    operands = inputs._replace(**once), quantized, kept.recipes, dy
     rest = static.moves.rest(routing, run, gradients._replace(**once), operands)
     return rest._replace(b_second=gradients.b_second), None, None, None
 
@@ -471,9 +471,9 @@ def _through_first(
     fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
     step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))
     operands = (*gradients, (kept.rows,), *((free,) for _, free in kept.w_first))
-    found, sums = step(operands, sizes_of(place))
-    dw = dict(zip(wgrads, found, strict=False))
-    dx = functools.reduce(jnp.add, found[len(wgrads) :])
+    results, sums = step(operands, sizes_of(place))
+    dw = dict(zip(wgrads, results, strict=False))
+    dx = functools.reduce(jnp.add, results[len(wgrads) :])
     rows = {i: gradients[i].x.astype(jnp.float32) for i in summed} | dict(
         zip(fused, sums, strict=True)
     )
@@ -482,32 +482,32 @@ def _through_first(
 
 def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -> list[Unquantized]:
     """The operands of the gradients of gates and ups, by the argument of the activation."""
-    own = static.gated(gate_up, scale_of(kept.place))
+    gated = static.gated(gate_up, scale_of(kept.place))
     recipe, ws, known = kept.recipes[0], kept.sides.w_first, None
     if len(gate_up) > 1:
-        arguments = static.op, gate_up[0], own, dact
+        arguments = static.op, gate_up[0], gated, dact
         rows = all(use.format and use.window in (ROW, SHARD) for use in recipe.uses("gradient"))
         if rows and None not in ws:
             known = known_gradients_of_parts(*arguments)
-        each = known or [(x, None) for x in gradients_of_parts(*arguments)]
+        operands = known or [(x, None) for x in gradients_of_parts(*arguments)]
     else:
-        activation: Any = dataclasses.replace(own, gradient=dact)
+        activation: Any = dataclasses.replace(gated, gradient=dact)
         if kept.sides.b_first[0] is not None:
             activation = WithSums(activation)
-        each = [(gate_up[0], activation)]
+        operands = [(gate_up[0], activation)]
     return [  # the gradient of the result is number 0
         Unquantized(
             x, recipe, None, activation, "gradient",
             wanted=(True, w is not None), frozen=(w is None, False), number=number,
         )
-        for number, ((x, activation), w) in enumerate(zip(each, ws, strict=True), 1)
+        for number, ((x, activation), w) in enumerate(zip(operands, ws, strict=True), 1)
     ]  # fmt: skip
 
 
 def _again(static: Layer, kept: Kept) -> GateUp:
     """Gates and ups, arranged: as they were kept, or computed again."""
     if static.residuals != "inputs":
-        return tuple(floats_kept(each, static.second.dtype) for each in kept.gate_up)
+        return tuple(floats_kept(half, static.second.dtype) for half in kept.gate_up)
     operands: Any = (kept.gate_up,), *((contracted,) for contracted, _ in kept.w_first)
     products = [
         static.moves.forward(product, (operands[0], w), kept.place, False)._replace(rhs=(i, 0))

@@ -115,10 +115,10 @@ def mlp(
     if isinstance(x, MXArray | QuantizedWeight):
         raise TypeError(f"{op}: x must be an array of floats, got {type(x).__name__}")
     dtype = float_dtype(op, "x", x.dtype)
-    given = w_gate_up if pair else [w_gate_up]
-    if any(isinstance(w, QuantizedWeight) for w in (*given, w2)):
-        *given, w2 = unquantized(recipe, *given, w2)
-    first = [operand_of(op, *each) for each in zip(names, given, strict=True)]
+    weights = w_gate_up if pair else [w_gate_up]
+    if any(isinstance(w, QuantizedWeight) for w in (*weights, w2)):
+        *weights, w2 = unquantized(recipe, *weights, w2)
+    first = [operand_of(op, *named) for named in zip(names, weights, strict=True)]
     exact = is_exact(op, precision)
     sizes = functools.partial(_sizes, x, [*first, w2])
     is_free = implementation is None and not exact
@@ -147,8 +147,11 @@ def mlp(
         out_sharding = jax.sharding.PartitionSpec(*spec)
     shared = (exact, implementation)
     static = Layer(
-        tuple(Static(op, layout, dtype, *shared, None, recipe.chosen) for layout in layouts),
-        Static(op, second, dtype, *shared, out_sharding, recipe.chosen),
+        tuple(
+            Static(op, layout, dtype, *shared, None, recipe.chosen, recipe.fast)
+            for layout in layouts
+        ),
+        Static(op, second, dtype, *shared, out_sharding, recipe.chosen, recipe.fast),
         gate.name,
         gate.interleaved,
         residuals,
@@ -156,8 +159,8 @@ def mlp(
     )
     f1, q1 = zip(*map(parts_of, first), strict=True)
     f2, q2 = parts_of(w2)
-    given = Inputs(x, None, f1, f2, b1, b2)
-    leaves, tree = jax.tree.flatten((given, (q1, q2), None, recipes))
+    inputs = Inputs(x, None, f1, f2, b1, b2)
+    leaves, tree = jax.tree.flatten((inputs, (q1, q2), None, recipes))
     return layer(static, *tree.unflatten(private.vary_alike(*leaves)))
 
 
@@ -211,18 +214,18 @@ def _columns(
     Raises:
       ValueError: a pair has two numbers, or blocks do not divide what the activation makes of them.
     """
-    units, each = recipe.units, [layout.rhs.free[0] for layout in layouts]
-    if len({*each}) > 1:
-        raise ValueError(f"{op}: the weights of w_gate_up have {each} columns; both must agree")
-    halves = 2 if gate.has_gate and len(each) == 1 else 1
-    if each[0] % (wanted := math.lcm(halves * units.forward, units.dgrad)):
+    units, columns = recipe.units, [layout.rhs.free[0] for layout in layouts]
+    if len({*columns}) > 1:
+        raise ValueError(f"{op}: the weights of w_gate_up have {columns} columns; both must agree")
+    halves = 2 if gate.has_gate and len(columns) == 1 else 1
+    if columns[0] % (wanted := math.lcm(halves * units.forward, units.dgrad)):
         blocks = "blocks" if max(units) == BLOCK else "blocks and Hadamard transforms"
         raise ValueError(
-            f"{op}: {names[0]} has {each[0]} columns, must be a multiple of {wanted}, as "
+            f"{op}: {names[0]} has {columns[0]} columns, must be a multiple of {wanted}, as "
             f"{gate.name} makes I of {halves} I, in {blocks} of {units.forward}; pad gates and "
             "ups with zero columns, and w_down with zero rows"
         )
-    return each[0]
+    return columns[0]
 
 
 def _biases(op: str, names: tuple[str, ...], biases: Any, columns: int) -> tuple:
@@ -264,7 +267,7 @@ def _may_be_split() -> bool:
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(kind != AxisType.Manual and mesh.shape[name] > 1 for name, kind in kinds)
+    return any(axis_type != AxisType.Manual and mesh.shape[name] > 1 for name, axis_type in kinds)
 
 
 def _layout(
@@ -303,7 +306,7 @@ def _layout(
 
 def _spec_between(rows: tuple, columns: Any) -> tuple:
     """The partition spec of a product: rows, and columns but for axes that split rows."""
-    taken = {name for each in rows for name in names_in(each)}
+    taken = {name for spec in rows for name in names_in(spec)}
     return (*rows, tuple(n for n in names_in(columns) if n not in taken) or None)
 
 
@@ -315,10 +318,10 @@ class InPlace(Moves):
     keeps_activation: ClassVar[bool] = True
 
     def enter(
-        self, given: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
+        self, inputs: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
     ) -> tuple[Any, Any]:
         """See `Moves`."""
-        return given.x, None
+        return inputs.x, None
 
     def operand(
         self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
@@ -331,9 +334,10 @@ class InPlace(Moves):
     ) -> Unquantized:
         """See `Moves`."""
         layout, frozen = product.arranged, weight is None
-        how: dict[str, Any] = {"wanted": (True, not frozen), "frozen": (frozen, False)}
-        how |= {"name": "gradient", "pads": layout.gradient_pads}
-        return Unquantized(layout.gradient(gathered_once(layout, dy, None, weight)), recipe, **how)
+        options: dict[str, Any] = {"wanted": (True, not frozen), "frozen": (frozen, False)}
+        options |= {"name": "gradient", "pads": layout.gradient_pads}
+        dy = layout.gradient(gathered_once(layout, dy, None, weight))
+        return Unquantized(dy, recipe, **options)
 
     def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
         """See `Moves`."""
@@ -347,7 +351,8 @@ class InPlace(Moves):
             return product.forward((0, 0), (1, 0))
         (x, _), (w, axis) = map(_array_of, operands)
         spec = _spec_between(spec_of(x)[:-1], spec_of(w)[-3 - axis])
-        return product.multiplication((0, 0), (1, 0), spec=spec)
+        fast = "forward" in product.fast
+        return product.multiplication((0, 0), (1, 0), spec=spec, fast=fast)
 
     def dgrad(
         self,
@@ -378,10 +383,10 @@ class InPlace(Moves):
         return _plus(y, bias, product.arranged.lhs.rows)
 
     def leave(
-        self, product: Static, y: jax.Array, given: Inputs, routing: Any, place: Any
+        self, product: Static, y: jax.Array, inputs: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """See `Moves`."""
-        return _plus(product.result(y), given.b_second), None
+        return _plus(product.result(y), inputs.b_second), None
 
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """See `Moves`."""

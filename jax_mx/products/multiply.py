@@ -66,10 +66,10 @@ def _avals(*leaves: Any, tree: Any, numbers: Numbers) -> list:
     contraction = _contraction_of(tree, leaves, numbers)
     lhs, rhs = contraction.lhs, contraction.rhs
     if not numbers.groups:  # of operands as float32, sharded as their values are
-        like: dict[str, Any] = {"dtype": np.dtype(np.float32), "weak_type": False}
+        types: dict[str, Any] = {"dtype": np.dtype(np.float32), "weak_type": False}
         values: list[Any] = [x.values if isinstance(x, MXArray) else x for x in (lhs, rhs)]
         out, _ = jax.lax.dot_general_p.abstract_eval(
-            *(v.update(shape=x.shape, **like) for v, x in zip(values, (lhs, rhs), strict=True)),
+            *(v.update(shape=x.shape, **types) for v, x in zip(values, (lhs, rhs), strict=True)),
             dimension_numbers=numbers.dimensions,
             precision=None,
             preferred_element_type=numbers.dtype,
@@ -90,8 +90,8 @@ def _batch(args: Any, dims: Any, *, tree: Any, numbers: Numbers) -> tuple[list, 
 
     A grouped product for each entry of the batch, one after the other.
     """
-    *sides, like = tree.unflatten(range(len(args)))
-    if like is not None:
+    *sides, result = tree.unflatten(range(len(args)))
+    if result is not None:
         tree = jax.tree.structure((*sides, None))
         return _batch(args[:-1], dims[:-1], tree=tree, numbers=numbers)
     if all(d is None for d in dims):  # what is mapped was `like` alone
@@ -168,9 +168,9 @@ def _lower_alone(
         name = "xla"  # libraries divide by lengths, or read elements
 
     def product(*leaves: Any) -> list[jax.Array]:
-        own = splitting.of_arrays(_contraction_of(tree, leaves, numbers))
+        contraction = splitting.of_arrays(_contraction_of(tree, leaves, numbers))
         with jax.named_scope(f"by_{served.implementation}"):  # so that profiles and dumps say it
-            return [IMPLEMENTATIONS[name].compute(own, served)]
+            return [IMPLEMENTATIONS[name].compute(contraction, served)]
 
     rule: Any = mlir.lower_fun(product, multiple_results=True)
     return rule(ctx, *leaves)
@@ -221,6 +221,7 @@ class Multiplication(NamedTuple):
       over_rows: see `Numbers`.
       moved: see `Numbers`.
       caller: see `Numbers`.
+      fast: see `Numbers`.
     """
 
     lhs: tuple[int, int]
@@ -238,6 +239,7 @@ class Multiplication(NamedTuple):
     over_rows: bool = False
     moved: np.dtype | None = None
     caller: str = ""
+    fast: bool = False
 
     def of(self, forms: Sequence[Any], sizes: Any) -> Contraction:
         """The contraction of two of the operands' forms."""
@@ -269,6 +271,7 @@ class Multiplication(NamedTuple):
             self.over_rows,
             self.moved,
             self.caller,
+            self.fast,
         )
         contraction = Contraction(numbers, a.array, b.array, sizes if self.groups else None)
         if self.like is None or not (mesh.empty or mesh.are_all_axes_auto):
@@ -323,7 +326,7 @@ class Step:
             nonlocal like
             operands, sizes = tree.unflatten(leaves)
             results, like = jax.tree.flatten(self.computed(operands, sizes))
-            places = {id(leaf): place for place, leaf in enumerate(leaves)}
+            places = {id(leaf): index for index, leaf in enumerate(leaves)}
             passed.update({i: places[id(y)] for i, y in enumerate(results) if id(y) in places})
             return [y for i, y in enumerate(results) if i not in passed]
 
@@ -388,7 +391,7 @@ class Step:
         read = {side for one in self.multiplications for side in (one.lhs, one.rhs)}
         read -= {*self.kept}
         may_be = [isinstance(x, Unquantized) and x.may_be_floats for x in operands]
-        return [(own and (i, 0) in read, own and (i, 1) in read) for i, own in enumerate(may_be)]
+        return [(may and (i, 0) in read, may and (i, 1) in read) for i, may in enumerate(may_be)]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -415,8 +418,8 @@ def _step_avals(*leaves: Any, codes: Any, **_: Any) -> list:
 def _batch_step(
     args: Any, dims: Any, *, codes: Any, mapped: tuple, **params: Any
 ) -> tuple[list, list]:
-    own = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(codes), in_axes=tuple(dims)))(*args)
-    outs = step_p.bind(*args, codes=own, mapped=(*mapped, tuple(dims)), **params)
+    mapped_codes = jax.make_jaxpr(jax.vmap(jaxpr_as_fun(codes), in_axes=tuple(dims)))(*args)
+    outs = step_p.bind(*args, codes=mapped_codes, mapped=(*mapped, tuple(dims)), **params)
     return outs, [0] * len(outs)
 
 
@@ -485,10 +488,10 @@ def gives_floats(of_floats: Any, target: targets.Target) -> bool:
                 registry.chosen(plan, target.platform, chips).quantizes_at_once for plan in asked
             )
             and all(
-                IMPLEMENTATIONS[str(own.implementation)].support(own, chips)
-                for own in (
-                    splitting_of(each, target).contraction
-                    for each in contractions_in(of_floats.jaxpr)
+                IMPLEMENTATIONS[str(contraction.implementation)].support(contraction, chips)
+                for contraction in (
+                    splitting_of(contraction, target).contraction
+                    for contraction in contractions_in(of_floats.jaxpr)
                 )
             )
         )
@@ -513,8 +516,8 @@ def _without_unread(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     read = {*itertools.compress(numbers, used)}
     products, kept = like.unflatten(range(like.num_leaves))
     stays = {
-        place: form
-        for place, form in zip(step.kept, kept, strict=True)
+        index: form
+        for index, form in zip(step.kept, kept, strict=True)
         if not read.isdisjoint(jax.tree.leaves(form))
     }
     if len(stays) == len(kept):

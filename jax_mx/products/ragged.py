@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 def clamped(sizes: jax.Array, rows: int) -> jax.Array:
     """Sizes of groups, int32 (G,), as far as there are rows; negative ones are 0."""
-    own = jnp.clip(sizes, 0, rows)
+    counts = jnp.clip(sizes, 0, rows)
     known = isinstance(rows, int) and isinstance(sizes.shape[0], int)
     if known and rows * sizes.shape[0] < 1 << 31:
-        ends = jnp.minimum(jnp.cumsum(own), rows)
+        ends = jnp.minimum(jnp.cumsum(counts), rows)
     else:  # the first end beyond the rows is no more than twice as many, later ones may wrap
-        own = own.astype(jnp.uint32)
-        ends = jnp.minimum(jnp.cumsum(own, dtype=jnp.uint32), jnp.uint32(rows))
+        counts = counts.astype(jnp.uint32)
+        ends = jnp.minimum(jnp.cumsum(counts, dtype=jnp.uint32), jnp.uint32(rows))
         ends = jax.lax.cummax(ends).astype(jnp.int32)
     return jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
 
@@ -33,9 +33,9 @@ def rows(x: jax.Array, w: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
     """
     owner, is_some = _owners(sizes, x.shape[0] // tile, tile)
 
-    def one(each):
-        own, group, some = each
-        return jnp.where(some, _dot("mk,kn->mn", own, w[group]), 0)
+    def one(operands):
+        tile_rows, group, some = operands
+        return jnp.where(some, _dot("mk,kn->mn", tile_rows, w[group]), 0)
 
     y = jax.lax.map(one, (x.reshape(x.shape[0] // tile, tile, x.shape[1]), owner, is_some))
     return y.reshape(x.shape[0], w.shape[2])
@@ -52,8 +52,8 @@ def sums(a: jax.Array, b: jax.Array, sizes: jax.Array, tile: int) -> jax.Array:
     """
     owner, is_some = _owners(sizes, a.shape[0] // tile, tile)
 
-    def add(total, each):
-        own_a, own_b, group, some = each
+    def add(total, operands):
+        own_a, own_b, group, some = operands
         more = jnp.where(some, _dot("rm,rn->mn", own_a, own_b), 0)
         return total.at[group].add(more), None
 
@@ -80,7 +80,7 @@ def _owners(sizes: jax.Array, tiles: int, tile: int) -> tuple[jax.Array, jax.Arr
     return jnp.minimum(owner, max(sizes.shape[0] - 1, 0)), owner < sizes.shape[0]
 
 
-def _dot(what: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(
-        what, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )

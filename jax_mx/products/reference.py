@@ -56,8 +56,8 @@ def _contracted(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     def one(group):
         # Zeros in place of other groups' elements: no sum may meet their NaN.
         end, count = group
-        own = (row < end) & (row >= end - count)
-        return _dot("km,kn->mn", jnp.where(own, x, 0), jnp.where(own, w, 0))
+        in_group = (row < end) & (row >= end - count)
+        return _dot("km,kn->mn", jnp.where(in_group, x, 0), jnp.where(in_group, w, 0))
 
     return jax.lax.map(one, (jnp.cumsum(counts), counts))
 
@@ -82,14 +82,14 @@ def _product(x: jax.Array, w: jax.Array, *sizes: jax.Array) -> jax.Array:
     def add(y, group):
         # A group after the other: no sum may meet another group's NaN.
         matrix, end, count = group
-        own = (row < end) & (row >= end - count)
-        return jnp.where(own, _dot("mk,nk->mn", x, matrix), y), None
+        in_group = (row < end) & (row >= end - count)
+        return jnp.where(in_group, _dot("mk,nk->mn", x, matrix), y), None
 
     start = jnp.zeros_like(x, shape=(x.shape[0], w.shape[1]))
     return jax.lax.scan(add, start, (w, ends, counts))[0]
 
 
-def _dot(what: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(
-        what, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )

@@ -263,6 +263,7 @@ class ProductPlan:
       tiled: whether x's values and scales lie in AMD's tiles, and W's; kernels for AMD read them.
       parts: of these floats' rows, each of which has amaxes of columns of its own; of "matmul_fp8"
         the parts of the contracted axis that codes of W lie in, one behind the other.
+      fast: see `ProductKernel`.
       eps: of "normed".
       narrow: see `facts.product_kernels.ProductKernel`.
     """
@@ -280,6 +281,7 @@ class ProductPlan:
     source: Source = X
     tiled: tuple[bool, bool, bool, bool] = (False, False, False, False)
     parts: int = 1
+    fast: bool = False
     eps: float = 0.0
     narrow: bool = False
     # What the lowering asks of any plan:
@@ -319,7 +321,7 @@ class ProductPlan:
         """The kernel that the plan asks for; it may not exist."""
         kinds = self.window, self.tiles, self.free, self.floats, str(self.source)
         parted = self.op == "matmul_fp8" and self.parts > 1
-        last = parted, self.narrow
+        last = parted, self.fast, self.narrow
         return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds, *last)
 
 

@@ -54,6 +54,7 @@ class ProductKernel(Compiled):
       source: the word of what makes the floats, of "amaxes": they come out, too; "": x.
       parted: whether codes of W lie in parts of the contracted axis, one behind the other: (parts,
         N, K / parts). Devices that had a part each gather them so; scales lie as ever.
+      fast: whether the tensor cores add up all along K, with fewer bits than float32 has.
       narrow: whether it is for a y of few columns, whose tiles larger thread blocks take.
     """
 
@@ -66,6 +67,7 @@ class ProductKernel(Compiled):
     floats: str = ""
     source: str = ""
     parted: bool = False
+    fast: bool = False
     narrow: bool = False
 
     @property
@@ -75,7 +77,8 @@ class ProductKernel(Compiled):
         names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
         names += [self.source] * (self.source != "")
         name = "_".join((self.op, *names, f"r{self.rows}{window}"))
-        return name + "_free" * self.free + "_parted" * self.parted + "_narrow" * self.narrow
+        ends = {"free": self.free, "parted": self.parted, "fast": self.fast, "narrow": self.narrow}
+        return "_".join((name, *(end for end, is_there in ends.items() if is_there)))
 
 
 def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
@@ -122,6 +125,13 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         ProductKernel("matmul_fp8", "cutedsl", formats, rows, ROW, parted=True)
         for rows in fp8_rows(ROW, False)
         for formats in _EIGHTS
+    ),
+    *(
+        ProductKernel(
+            "matmul_fp8", "cutedsl", (MXFP8_E4M3,) * 2, rows, ROW, parted=parted, fast=True
+        )
+        for rows in fp8_rows(ROW, False)
+        for parted in (False, True)
     ),
     *(
         ProductKernel("wgrad_fp8", "cutedsl", formats, 128, window)
