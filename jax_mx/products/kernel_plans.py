@@ -74,15 +74,15 @@ def plan_of(
     free: bool = False,
     strips: float = math.inf,
     tile: int | None = None,
-    narrow: bool | None = None,
     fast: bool = False,
+    narrow: bool | None = None,
 ) -> ProductPlan:
     """The plan of "matmul", of one format, or "matmul_fp8", of two.
 
     `rows`: how many rows of x a group has, about. `strips`: how many tiles lie beside each other,
     of all groups. `tile`: how many rows tiles have, one of `ROWS`, whatever the shapes ask for.
-    `narrow`: whether y has few columns; None: its shape says.
     `fast`: whether sums may be, where a kernel's are, see `ProductKernel`.
+    `narrow`: whether y has few columns; None: its shape says.
     """
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     if tile is None:

@@ -77,8 +77,8 @@ class ProductKernel(Compiled):
         names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
         names += [self.source] * (self.source != "")
         name = "_".join((self.op, *names, f"r{self.rows}{window}"))
-        ends = {"free": self.free, "parted": self.parted, "fast": self.fast, "narrow": self.narrow}
-        return "_".join((name, *(end for end, is_there in ends.items() if is_there)))
+        ending = "_parted" * self.parted + "_fast" * self.fast + "_narrow" * self.narrow
+        return name + "_free" * self.free + ending
 
 
 def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
