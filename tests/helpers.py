@@ -35,6 +35,7 @@ from jax_mx.launch import store, targets
 from jax_mx.launch.chips import arch_of
 from jax_mx.products import kernel_plans
 from jax_mx.products.kernels import swapped_floats
+from jax_mx.products.primitives import products_p
 from jax_mx.quantizing import primitive, quantizers, registry
 from jax_mx.quantizing.amaxes import AMAX, amaxes_p
 from jax_mx.quantizing.calling import called
@@ -122,6 +123,16 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
         options |= {"grouped": grouped, "implementation": implementation}
         plan = kernel_plans.plan_of(formats, dtype, rows, **options)
     return kernel_plans.by_plan(plan, x, w, sizes)
+
+
+def normed_by_kernel(x, residual, weight, w, product, implementation, eps=0.0):
+    """[y, x + residual] of `normed_matmul`, by a kernel or by its reference."""
+    options = {"implementation": implementation, "eps": eps}
+    plan = ProductPlan(
+        "normed", product.formats, jnp.dtype(jnp.bfloat16), False, product.rows, **options
+    )
+    bind = jax.jit(partial(products_p["normed"].bind, plan=plan))
+    return bind(x, residual, weight, w.values[None], w.scales[None])
 
 
 # The sources whose floats' amaxes a kernel finds, by their words.
