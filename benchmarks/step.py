@@ -203,6 +203,6 @@ def profiled(said: str, compiled: Any, state: Any, text: jax.Array, steps: int =
     traces = timing.profiles(step, [(None,)], steps)
     for events in [*traces.values()][:1]:
         show(program.kernel_table(said, program.kernels(events, steps)))
-        moves, beside = (ms / steps for ms in program.overlap(events))
-        show(f"{said}: collectives take {moves:.1f} ms, {beside:.1f} of them beside other kernels")
+        moves, hidden = (ms / steps for ms in program.overlap(events))
+        show(f"{said}: collectives take {moves:.1f} ms, {hidden:.1f} of them beside other kernels")
     return state

@@ -124,6 +124,16 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
     return primitives.by_plan(plan, x, w, sizes)
 
 
+def normed_by_kernel(x, residual, weight, w, product, implementation, eps=0.0):
+    """[y, x + residual] of `normed_matmul`, by a kernel or by its reference."""
+    options = {"implementation": implementation, "eps": eps}
+    plan = ProductPlan(
+        "normed", product.formats, jnp.dtype(jnp.bfloat16), False, product.rows, **options
+    )
+    bind = jax.jit(partial(primitives.products_p["normed"].bind, plan=plan))
+    return bind(x, residual, weight, w.values[None], w.scales[None])
+
+
 # The sources whose floats' amaxes a kernel finds, by their words.
 _MADE = (GatedSource(), GatedPairSource(), GradientSource(), PairGradientSource())
 MADE = {str(source): source for source in _MADE}

@@ -103,7 +103,7 @@ def test_dense_products_are_exact(pair, shape):
 @pytest.mark.parametrize("m", range(1, 301))
 @pytest.mark.parametrize(("sizes", "k"), [(None, 160), ([128, 0, 256], 416)], ids=["dense", "sums"])
 def test_every_number_of_rows_and_columns(sizes, k, m):
-    """A product's, and those of a weight's gradient; formats take turns."""
+    """A product and a weight's gradient have any number; formats take turns."""
     pair, contraction = PAIRS[m % len(PAIRS)], OF_SUMS if sizes else numbers()
     x, w = integers(rng(), (m, k), pair[0]), integers(rng(1), (301 - m, k), pair[1])
     y = multiplied(contraction, tiled(x), tiled(w), sizes)

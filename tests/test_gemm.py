@@ -27,6 +27,7 @@ from helpers import (
     assert_bits_equal,
     by_kernel,
     call_attributes_in,
+    normed_by_kernel,
     poison_memory,
     stand_in,
 )
@@ -40,11 +41,9 @@ from jax_mx.launch import _ffi, store, targets
 from jax_mx.launch.rule import Launch
 from jax_mx.products import kernel_plans, kernels, primitives
 from jax_mx.products.contraction import Contraction, Numbers
-from jax_mx.products.primitives import products_p
 from jax_mx.quantizing import registry
 from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS
 from jax_mx.quantizing.facts.signatures import signature_of
-from jax_mx.quantizing.plan import ProductPlan
 
 # --thorough runs all cases of a test, CI one of 2.
 pytestmark = pytest.mark.sampled(4)
@@ -485,8 +484,9 @@ def test_normed_kernels_are_exact(variant):
         x, signs = floats(rng, (m, k)), rng.integers(0, 2, (m, k)) * 8 - 4
         w = integers(rng, (n, k), format, exponents=1)
         weight = floats(rng, k)
+        poison_memory()
         ways = [
-            normed(x, jnp.asarray(signs, x.dtype) - x, weight, w, variant, implementation)
+            normed_by_kernel(x, jnp.asarray(signs, x.dtype) - x, weight, w, variant, implementation)
             for implementation in ("cutedsl", "xla")
         ]
         for got, want in zip(*ways, strict=True):
@@ -495,20 +495,11 @@ def test_normed_kernels_are_exact(variant):
     x = x.at[0, 1, 5].set(jnp.nan).at[1, 2, 7].set(jnp.inf).at[0, 3].set(1e-40)
     w = changed(integers(rng, (96, 640), format), scales=[((5, 3), 255)])
     weight = floats(rng, 640)
-    ways = [normed(*x, weight, w, variant, way, 1e-5) for way in ("cutedsl", "xla")]
+    ways = [normed_by_kernel(*x, weight, w, variant, way, 1e-5) for way in ("cutedsl", "xla")]
     (y, total), (want, sums) = ways
     assert_bits_equal(total, sums)
     y, want = (np.asarray(a.astype(jnp.float32)) for a in (y, want))
     np.testing.assert_allclose(y, want, rtol=0.02, atol=0.01 * np.nanstd(want))
-
-
-def normed(x, residual, weight, w, variant, implementation, eps=0.0):
-    """[y, x + residual], by the kernel or by its reference."""
-    poison_memory()
-    dtype, options = jnp.dtype(jnp.bfloat16), {"implementation": implementation, "eps": eps}
-    plan = ProductPlan("normed", variant.formats, dtype, False, variant.rows, **options)
-    bind = jax.jit(functools.partial(products_p["normed"].bind, plan=plan))
-    return bind(x, residual, weight, w.values[None], w.scales[None])
 
 
 def free_kernels_are_exact(rng, format, tile):

@@ -14,7 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import arch_here
-from helpers import MADE, TILES, amaxes, by_kernel, bytes_of, fitting, in_tiles, op_of, random_bits
+from helpers import (
+    MADE,
+    TILES,
+    amaxes,
+    by_kernel,
+    bytes_of,
+    fitting,
+    in_tiles,
+    normed_by_kernel,
+    op_of,
+    random_bits,
+)
 
 import jax_mx
 from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP6_E2M3, MXFP8_E4M3, SCALE_DTYPE
@@ -255,6 +266,7 @@ def run_product(product) -> None:
 
     with jax.default_device(jax.devices("cpu")[0]):
         options = {"window": product.window, "tiles": product.tiles, "free": product.free}
+        options |= {"narrow": product.narrow} if product.op == "matmul" else {}
         op = partial(by_kernel, dtype=jnp.bfloat16, sums=product.op.startswith("wgrad"), **options)
         if product.op == "amaxes":
             source = MADE.get(product.source, X)
@@ -268,6 +280,10 @@ def run_product(product) -> None:
             args = x, dy, np.array([140, 0, 150], np.int32)
         elif product.op == "wgrad_fp8":
             args = codes(140, k), codes(n, k), np.array([2 * windows, 0, windows], np.int32)
+        elif product.op == "normed":
+            x = rng.integers(-2, 3, (product.rows - 1, 1152)).astype(jnp.bfloat16)
+            args = x, 4 - x, np.ones(1152, jnp.bfloat16), codes(n, 1152)
+            op = partial(normed_by_kernel, product=product)
         elif product.op == "matmul_fp8":
             args = codes(300, k), codes(groups, n, k), np.array([140, 0, 150], np.int32)
         else:

@@ -153,13 +153,13 @@ class Grouped(NamedTuple):
     """One of the two products over groups.
 
     Attributes:
-      kind: `ROWS` or `SUMS`.
+      groups: `ROWS` or `SUMS`.
       at: the axis of matrices that `ROWS` contracts, -1 or -2.
       dtype: of the result.
       rounds: whether floats are rounded to bfloat16.
     """
 
-    kind: str
+    groups: str
     at: int
     dtype: np.dtype
     rounds: bool
@@ -173,7 +173,7 @@ def _of_groups(static: Static, grouped: Grouped, a: Any, b: Any, sizes: jax.Arra
 
     def value(a: Any, b: Any, sizes: jax.Array) -> jax.Array:
         options: dict[str, Any] = {}
-        if grouped.kind == ROWS:
+        if grouped.groups == ROWS:
             pair = a, b
             if grouped.rounds:
                 pair = (x if isinstance(x, MXArray) else x.astype(jnp.bfloat16) for x in pair)
@@ -183,13 +183,13 @@ def _of_groups(static: Static, grouped: Grouped, a: Any, b: Any, sizes: jax.Arra
             groups = Groups.from_sizes(sizes, a.shape[0], align=align_of(recipe))
             operands = tuple((_by_slot("lhs", x, groups, recipe)[1],) for x in (a, b))
             sizes, options = groups.sizes, options | {"align": groups.align, "over_rows": True}
-        options["groups"] = grouped.kind
+        options["groups"] = grouped.groups
         product = static.multiplication((0, 0), (1, 0), grouped.dtype, **options)
         return Step((product,))(operands, sizes)[0][0]
 
     def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
         a, b, sizes = operands
-        if grouped.kind == SUMS:
+        if grouped.groups == SUMS:
             first, second = (ROWS, -1, b, dy), (ROWS, -2, a, dy)
         else:
             order = (a, dy) if grouped.at == -2 else (dy, a)

@@ -67,10 +67,10 @@ def _lower_step(
     *leaves: Any,
     codes: Any,
     mapped: tuple,
-    like: Any,
+    structure: Any,
     **params: Any,
 ) -> Any:
-    del like
+    del structure
     target, run = targets.target_of(ctx, platform), codes
     if names := names_of_floats(codes, target):
         of_floats = traced_of_floats(ctx.avals_in, mapped, names, **params)

@@ -285,28 +285,28 @@ class Step:
         ]
         leaves, tree = jax.tree.flatten((operands, sizes))
         params, passed = self.traced(leaves, tree)
-        like, outs = params["like"], iter(step_p.bind(*leaves, **params))
+        structure, outs = params["structure"], iter(step_p.bind(*leaves, **params))
         # An array that passes stays the caller's: of a scan, a residual that is one of its
         # constants is not kept once for each iteration, and a vmap does not copy it.
-        return like.unflatten(
-            [leaves[passed[i]] if i in passed else next(outs) for i in range(like.num_leaves)]
+        return structure.unflatten(
+            [leaves[passed[i]] if i in passed else next(outs) for i in range(structure.num_leaves)]
         )
 
     def traced(self, leaves: Sequence[Any], tree: Any) -> tuple[dict, dict[int, int]]:
         """The parameters of `step_p`, and which result is which leaf as it is."""
         passed: dict[int, int] = {}
-        like: Any = None
+        structure: Any = None
 
         def of_codes(*leaves: Any) -> list[Any]:
-            nonlocal like
+            nonlocal structure
             operands, sizes = tree.unflatten(leaves)
-            results, like = jax.tree.flatten(self.computed(operands, sizes))
+            results, structure = jax.tree.flatten(self.computed(operands, sizes))
             places = {id(leaf): index for index, leaf in enumerate(leaves)}
             passed.update({i: places[id(y)] for i, y in enumerate(results) if id(y) in places})
             return [y for i, y in enumerate(results) if i not in passed]
 
         codes = jax.make_jaxpr(of_codes)(*leaves)
-        params = {"step": self, "tree": tree, "passed": tuple(passed), "like": like}
+        params = {"step": self, "tree": tree, "passed": tuple(passed), "structure": structure}
         return params | {"codes": codes, "mapped": ()}, passed
 
     @property
@@ -408,15 +408,15 @@ def _without_unread(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """JAX's rule for a step some of whose forms nobody reads, as in jax.checkpoint's first pass."""
     if not any(used):
         return [False] * len(eqn.invars), None
-    names = ("step", "tree", "passed", "like", "mapped")
-    step, tree, passed, like, mapped = map(eqn.params.__getitem__, names)
+    names = ("step", "tree", "passed", "structure", "mapped")
+    step, tree, passed, structure, mapped = map(eqn.params.__getitem__, names)
     # The leaves of a mapped step are not those that the step takes.
     if all(used[len(step.multiplications) :]) or mapped:
         return [True] * len(eqn.invars), eqn
-    numbers = [i for i in range(like.num_leaves) if i not in passed]  # of results
+    numbers = [i for i in range(structure.num_leaves) if i not in passed]  # of results
     outvars = dict(zip(numbers, eqn.outvars, strict=True))
     read = {*itertools.compress(numbers, used)}
-    products, kept = like.unflatten(range(like.num_leaves))
+    products, kept = structure.unflatten(range(structure.num_leaves))
     stays = {
         index: form
         for index, form in zip(step.kept, kept, strict=True)

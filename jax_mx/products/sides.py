@@ -203,16 +203,16 @@ class Static(NamedTuple):
     keeps_rows: bool = False
 
     def multiplication(
-        self, lhs: tuple[int, int], rhs: tuple[int, int], dtype: Any = None, **how: Any
+        self, lhs: tuple[int, int], rhs: tuple[int, int], dtype: Any = None, **options: Any
     ) -> Multiplication:
-        """A product of these forms of a step's operands; `how`: see `Multiplication`."""
+        """A product of these forms of a step's operands; `options`: see `Multiplication`."""
         if self.layout is not None:
-            how["batch"] = self.layout.lhs.batch
+            options["batch"] = self.layout.lhs.batch
         names = ("exact", "implementation", "chosen")
         shared: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.implementation is not None:
             shared["caller"] = self.op
-        return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **how)
+        return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **options)
 
     @property
     def arranged(self) -> Arrangements:
@@ -250,10 +250,10 @@ class Static(NamedTuple):
         if spec and self.arranged.lhs.swapped:  # of (B..., M..., K)
             *lead, k, m = spec
             spec = (*lead, m, k)
-        how: dict[str, Any] = {"spec": spec, "fast": "dgrad" in self.fast}
+        options: dict[str, Any] = {"spec": spec, "fast": "dgrad" in self.fast}
         if like is not None:
-            how["like"] = (*like, -2)
-        return self.multiplication(gradient, rhs, lhs.dtype, **how)
+            options["like"] = (*like, -2)
+        return self.multiplication(gradient, rhs, lhs.dtype, **options)
 
     def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
         """The result of `dgrad`, arranged as the caller's lhs."""
@@ -274,13 +274,13 @@ class Static(NamedTuple):
         layout = self.arranged
         order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
         summed = len(layout.lhs.free_out) - 1
-        how: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
-        how["fast"] = "wgrad" in self.fast
+        options: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
+        options["fast"] = "wgrad" in self.fast
         if self.dtype.itemsize < rhs.dtype.itemsize:  # half the bytes, as of a bfloat16 weight
-            how["moved"] = self.dtype
+            options["moved"] = self.dtype
         if like is not None:
-            how["like"] = (*like, -1 if layout.rhs.swapped else -2)
-        return self.multiplication(*order, rhs.dtype, **how)
+            options["like"] = (*like, -1 if layout.rhs.swapped else -2)
+        return self.multiplication(*order, rhs.dtype, **options)
 
     def rhs_gradient(self, dw: jax.Array, rhs: Side) -> jax.Array:
         """The result of `wgrad`, arranged as the caller's rhs."""
