@@ -156,8 +156,8 @@ def row_of(name: str, units: dict[str, str], values: dict[str, str]) -> dict[str
         there = [v for v in (number(metric), row.get(told)) if v is not None]
         row[told] = round(max(there), 1) if any(there) else None
     waits = {stall: number(STALL.format(stall)) for stall in STALLS}
-    found = {stall: round(value, 2) for stall, value in waits.items() if value}
-    row["waits"] = dict(sorted(found.items(), key=lambda item: -item[1])[:5])
+    stalls = {stall: round(value, 2) for stall, value in waits.items() if value}
+    row["waits"] = dict(sorted(stalls.items(), key=lambda item: -item[1])[:5])
     return row
 
 

@@ -24,7 +24,7 @@ def by_kernel(
     *,
     implementation: str,
     sums: bool = False,
-    **how: Any,
+    **options: Any,
 ) -> jax.Array:
     """The product in bfloat16 of operands as they lie, with the tiles that their shapes ask for.
 
@@ -34,18 +34,18 @@ def by_kernel(
       sizes: the rows of each group.
       implementation: the kernel's, or "xla", its reference.
       sums: whether the rows of each group are summed over.
-      **how: `window`, `tiles`, `free`, see `ProductPlan`.
+      **options: `window`, `tiles`, `free`, see `ProductPlan`.
     """
     formats = tuple(q.format for q in (x, w) if isinstance(q, MXArray))
     dtype, grouped = jnp.dtype(jnp.bfloat16), sizes is not None
     if sums and formats:
-        plan = wgrad_plan_of(formats, dtype, how["window"], implementation)
+        plan = wgrad_plan_of(formats, dtype, options["window"], implementation)
     elif sums:
         plan = floats_plan_of(x.dtype, dtype, grouped, implementation)
     else:
         groups = w.shape[0] if w.ndim == 3 else 1
-        how["strips"] = strips_of(groups, w.shape[-1 if how.get("free") else -2])
+        options["strips"] = strips_of(groups, w.shape[-1 if options.get("free") else -2])
         rows = rows_of_each(math.prod(x.shape[:-1]), groups)
-        how |= {"grouped": grouped, "implementation": implementation}
-        plan = plan_of(formats, dtype, rows, **how)
+        options |= {"grouped": grouped, "implementation": implementation}
+        plan = plan_of(formats, dtype, rows, **options)
     return by_plan(plan, x, w, sizes)

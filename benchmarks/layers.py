@@ -142,8 +142,8 @@ def about() -> dict[str, Any]:
     return {"kept": {"bf16": kept(jnp.matmul), "mxfp8": kept(_mx(MXFP8))}}
 
 
-def _clock(found: timing.Timing) -> dict[str, str]:
-    return {"clock": found.clock}
+def _clock(time: timing.Timing) -> dict[str, str]:
+    return {"clock": time.clock}
 
 
 def cases(args: Args) -> Iterator[Case]:

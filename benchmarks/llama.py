@@ -25,12 +25,14 @@ from jax_mx import Recipe
 
 Weights = Mapping[str, Any]
 AXIS = "fsdp"
+# Under `scan` nothing is computed twice but by the backward pass, and JAX's barriers copy weights.
+_checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
 CHECKPOINTS: Mapping[
     str, Callable[..., Any]
 ] = {  # what of a layer its backward pass computes again
-    "full": jax.checkpoint,
+    "full": _checkpoint,
     "names": functools.partial(
-        jax.checkpoint,
+        _checkpoint,
         policy=jax.checkpoint_policies.save_only_these_names(jax_mx.CHECKPOINT_NAME),
     ),
     "none": lambda layer: layer,

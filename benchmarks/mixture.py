@@ -64,8 +64,8 @@ class Mixed(Sizes):
     @property
     def multiplied(self) -> int:
         """Weights of a layer that a token meets."""
-        each = self.products
-        dense = sum(k * n for k, n in (s for s in each.values() if len(s) == 2))
+        weights = self.products
+        dense = sum(k * n for k, n in (s for s in weights.values() if len(s) == 2))
         return dense + self.k * 3 * self.width * self.inner
 
 

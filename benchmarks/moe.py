@@ -51,7 +51,7 @@ LAYERS = {
     "forward and backward": Layer(8192, 2, 8, 7168, 2048, backward=True),
     "decode gpt-oss-120b": Layer(64, 4, 128, 2880, 2880),
 }
-# What sorts the ids of tokens' experts, (T, k), by expert: 131,072 of them, of 64 experts.
+# The sort of the tokens' experts, (T, k), by expert: 131,072 ids of 64 experts.
 ROUTING = Layer(16384, 8, 64, 0, 0)
 Call = Callable[..., jax.Array]
 
@@ -111,8 +111,8 @@ def operands(case: Layer, make: Callable | None, key: jax.Array) -> tuple:
     w1, w2 = (w.astype(jnp.bfloat16) for w in (w1, w2))
     if make:
         w1, w2 = make(w1), make(w2)
-    found = normal(keys[0], (case.tokens, case.width)), experts, weights, w1, w2
-    return (*found, normal(keys[5], (case.tokens, case.width))) if case.backward else found
+    arrays = normal(keys[0], (case.tokens, case.width)), experts, weights, w1, w2
+    return (*arrays, normal(keys[5], (case.tokens, case.width))) if case.backward else arrays
 
 
 def rotating(make: Callable[[jax.Array], tuple], count: int) -> timing.Inputs:

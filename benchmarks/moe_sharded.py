@@ -32,11 +32,11 @@ WAYS = {f"{wire}, {way}": {"wire": wire, "way": way} for way in costs.WAYS for w
 BASE = "floats, gather"
 
 
-def dispatch(own: int, wire: str, way: str) -> Any:
+def dispatch(local: int, wire: str, way: str) -> Any:
     """A function that brings tokens (T, D) to shards of so many experts, which they choose."""
 
     def shard(x: jax.Array, experts: jax.Array, weights: jax.Array) -> Any:
-        trip = wires.travel("d", wire, way, experts, own, x.shape[1])
+        trip = wires.travel("d", wire, way, experts, local, x.shape[1])
         return trip.tokens(Unquantized(x, MXFP8, wanted=(True, False))), trip.choices(weights)
 
     rows = P(("data", "d"))
@@ -78,9 +78,9 @@ def cases(args: Args) -> Iterator[Case]:
 
     for k, tokens in itertools.product(args.k, (32,) if args.smoke else args.tokens):
         of = moe.Layer(n * tokens, k, args.experts, width, inner, backward=True)
-        own = of.experts // mesh.shape["d"]
+        local = of.experts // mesh.shape["d"]
         calls: list[tuple[str, str, Any, int | None, int]] = [
-            ("dispatch", name, dispatch(own, **way), 3, 40) for name, way in WAYS.items()
+            ("dispatch", name, dispatch(local, **way), 3, 40) for name, way in WAYS.items()
         ]
         calls += [
             (recipe, name, layer(r, **way), None, 10)

@@ -45,7 +45,7 @@ WAYS = {
     "mxfp4": Way("mxfp4"),
     "mxfp8, gradients in mxfp4": Way(train_moe.RECIPES["mxfp4_backward"]),
 }
-# Which of a layer's three products MXFP4 costs learning in; as the recipe MXFP4 has each.
+# Recipes with MXFP4 in one product of three show which one costs learning.
 PARTS = {
     "mxfp8, forward in mxfp4": Way(Recipe(forward=MXFP4_E2M1)),
     "mxfp8, dgrad in mxfp4": Way(Recipe(dgrad=MXFP4_E2M1)),
@@ -62,9 +62,9 @@ def run(way: Way, steps: int, rate: float, devices: int = 1) -> tuple[float, lis
     experts = math.gcd(devices, train_moe.EXPERTS)
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(-1, experts), ("data", "expert"))
     model = train_moe.Model(way.recipe, "expert" if devices > 1 else None, nnx.Rngs(0))
-    own = {"implementation": way.implementation, "recipe": way.experts or way.recipe}
+    fixed = {"implementation": way.implementation, "recipe": way.experts or way.recipe}
     for block in model.blocks:
-        block.moe = functools.partial(block.moe, **own)
+        block.moe = functools.partial(block.moe, **fixed)
     optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
 
     def placed(a: jax.Array) -> jax.Array:

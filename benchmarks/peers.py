@@ -92,8 +92,8 @@ def _tune_less(kernel: Any, *, divides: bool) -> None:
     The kernels have no loop with stages; where `divides`, only tiles that do give right scales.
     """
 
-    def worth_trying(configs, named, **given):
-        rows, cols = ({**named, **given}[name] for name in ("n_rows", "n_cols"))
+    def worth_trying(configs, named, **arguments):
+        rows, cols = ({**named, **arguments}[name] for name in ("n_rows", "n_cols"))
         tiles = ((c, c.kwargs["ROW_TILE_SIZE"], c.kwargs["COL_TILE_SIZE"]) for c in configs)
         return [
             config
@@ -269,13 +269,13 @@ def profile(fn: Callable[..., Any], inputs: Sequence[Tensors], calls: int) -> li
     import torch
 
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for i in range(calls):
             fn(*inputs[i % len(inputs)])
         torch.cuda.synchronize()
     return [
         timing.Event(e.time_range.start * 1e3, e.time_range.elapsed_us() * 1e3, e.name)
-        for e in found.events()
+        for e in profiler.events()
         if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
     ]
 

@@ -34,7 +34,7 @@ THEIRS = (("^", "#009E73"), ("D", "#CC79A7"), ("v", "#E69F00"), ("P", "#56B4E9")
 
 def series(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """TB/s by form, of "jax_mx", "copy", "XLA" and each peer, in that order."""
-    found: dict[str, dict[str, float]] = {"jax_mx": {}, "copy": {}, "XLA": {}}
+    speeds_of: dict[str, dict[str, float]] = {"jax_mx": {}, "copy": {}, "XLA": {}}
     for row in rows:
         if not WHERE.items() <= row.items():
             continue
@@ -42,13 +42,13 @@ def series(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
         implementation = row.get("implementation", "cutedsl")
         if implementation not in IMPLEMENTATIONS:
             name = implementation + f" ({row['scaling']})" * (row["scaling"] != SCALING)
-            found.setdefault(name, {})[form] = speed
+            speeds_of.setdefault(name, {})[form] = speed
         elif row["scaling"] == SCALING:
-            found["jax_mx"][form] = speed
-            found["copy"][form] = row["copy_gbps"] / 1e3
+            speeds_of["jax_mx"][form] = speed
+            speeds_of["copy"][form] = row["copy_gbps"] / 1e3
             if row["speedup_over_xla"]:
-                found["XLA"][form] = speed / row["speedup_over_xla"]
-    return {name: speeds for name, speeds in found.items() if speeds}
+                speeds_of["XLA"][form] = speed / row["speedup_over_xla"]
+    return {name: speeds for name, speeds in speeds_of.items() if speeds}
 
 
 def draw(rows: Sequence[Row], where: str) -> Figure:
@@ -57,10 +57,10 @@ def draw(rows: Sequence[Row], where: str) -> Figure:
     Raises:
       ValueError: there are no rows of the kind that is drawn.
     """
-    found = series(rows)
-    if not found:
+    speeds_of = series(rows)
+    if not speeds_of:
         raise ValueError(f"draw: no row has {WHERE}")
-    forms = [form for form in shapes.FORMS if form in found["jax_mx"]]
+    forms = [form for form in shapes.FORMS if form in speeds_of["jax_mx"]]
     height = {form: -i for i, form in enumerate(forms)}
     figure = Figure(figsize=(8, 1.5 + 0.45 * len(forms)), layout="constrained")
     axes = figure.add_subplot()
@@ -68,7 +68,7 @@ def draw(rows: Sequence[Row], where: str) -> Figure:
     axes.hlines([*height.values()], 0, 1, color="#e6e6e6", lw=1, transform=edge)
     marks = {"jax_mx": OURS, "XLA": XLA}
     theirs = iter(THEIRS)
-    for name, speeds in found.items():
+    for name, speeds in speeds_of.items():
         at = [height[form] for form in speeds if form in height]
         values = [speed for form, speed in speeds.items() if form in height]
         if name == "copy":
@@ -77,12 +77,12 @@ def draw(rows: Sequence[Row], where: str) -> Figure:
         shape, color = marks.get(name) or next(theirs)
         size = 10 if name == "jax_mx" else 7
         axes.plot(values, at, shape, color=color, ms=size, mec="white", zorder=3, label=name)
-    for form, speed in found["jax_mx"].items():  # a column of numbers, where nothing is hit
+    for form, speed in speeds_of["jax_mx"].items():  # a column of numbers, where nothing is hit
         number = axes.text(1.01, height[form], f"{speed:.2f}", transform=edge, va="center")
         number.set(color=OURS[1], weight="bold")
     axes.set_yticks([*height.values()], forms)
     axes.set_ylim(0.6 - len(forms), 0.6)
-    fastest = max(max(speeds.values()) for speeds in found.values())
+    fastest = max(max(speeds.values()) for speeds in speeds_of.values())
     axes.set_xlim(0, fastest * 1.04)
     axes.set_xlabel("TB/s: input, values and scales, once each, over the time on the device")
     axes.tick_params(length=0)
@@ -95,14 +95,14 @@ def draw(rows: Sequence[Row], where: str) -> Figure:
 
 
 # ---- the README's ---
-# Of the left half: forms.
+# The left half draws these forms.
 MAIN_FORMS = {
     "axis -1": "along rows",
     "axis -2 transposed": "along columns,\ntransposed",
     "both transposed": "both",
     "dequantize": "back to\nbfloat16",
 }
-# Of moe: cases, and what else is drawn of them.
+# The picture of moe draws these cases and ways.
 LAYERS = ("forward", "forward and backward")
 LAYERS_IN_FLOATS = ("bf16 Pallas", "bf16 lax.ragged_dot")
 Bars = Mapping[str, Mapping[str, float]]  # name -> label of a group -> length
@@ -118,25 +118,25 @@ def measured() -> list[Row]:
 def overview_bars() -> tuple[Bars, Bars]:
     """TB/s of quantizers and TF/s of an MoE layer's products, of benchmarks/results."""
     rows = measured()
-    found = series(rows)
-    theirs = [name for name in found if name not in ("jax_mx", "copy", "XLA")]
+    speeds_of = series(rows)
+    theirs = [name for name in speeds_of if name not in ("jax_mx", "copy", "XLA")]
     fastest = {
         form: max(speeds)
         for form in MAIN_FORMS
-        if (speeds := [found[name][form] for name in theirs if form in found[name]])
+        if (speeds := [speeds_of[name][form] for name in theirs if form in speeds_of[name]])
     }
     # Who wants both directions of a peer calls its two kernels, one after the other.
     one, other, both = "axis -1", "axis -2 transposed", "both transposed"
     times = {row["form"]: row["us"] for row in rows if row["implementation"] in IMPLEMENTATIONS}
     if {one, other} <= fastest.keys():
-        ours = found["jax_mx"]
+        ours = speeds_of["jax_mx"]
         two_calls = sum(times[form] * ours[form] / fastest[form] for form in (one, other))
         fastest[both] = max(fastest.get(both, 0.0), ours[both] * times[both] / two_calls)
-    own = {"jax_mx": found["jax_mx"], "plain JAX, by XLA": found["XLA"]}
-    own["torchao, its fastest"] = fastest
+    rows_drawn = {"jax_mx": speeds_of["jax_mx"], "plain JAX, by XLA": speeds_of["XLA"]}
+    rows_drawn["torchao, its fastest"] = fastest
     left = {
         name: {label: speeds[form] for form, label in MAIN_FORMS.items() if form in speeds}
-        for name, speeds in own.items()
+        for name, speeds in rows_drawn.items()
     }
     return left, _layers()
 

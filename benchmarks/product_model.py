@@ -66,7 +66,7 @@ class Cores:
 CORES: Mapping[str, Cores] = {
     "B200": Cores(148, 1.965, 8.0, {MXFP8_E4M3: 4.5, MXFP4_E2M1: 9.0}, Tile(128, 256)),
     "B300": Cores(148, 1.965, 8.0, {MXFP8_E4M3: 4.5, MXFP4_E2M1: 13.5}, Tile(128, 256)),
-    # Of four waves, two have the same rows, and two the same columns.
+    # Two waves of four share rows, and two share columns.
     "MI355X": Cores(
         256,
         2.4,

@@ -251,7 +251,7 @@ def measure(case: Multiplied, way: Way) -> Callable[[Args], Row]:
     sizes = case.sizes
     part = 1 if case.wgrad or sizes is None else float(np.mean(sizes > 0))  # that is read
     inputs = functools.partial(operands, case, way)
-    more = lambda found: case.speed(found.us, bytes_of(way[1]) * part)  # noqa: E731
+    more = lambda time: case.speed(time.us, bytes_of(way[1]) * part)  # noqa: E731
     return Timed(jax.jit(way[2]), inputs, 20, more=more, rest=REST)
 
 

@@ -48,11 +48,11 @@ def _made_of(source: Source) -> tuple[Callable[..., Any], Callable[..., Any]]:
     if isinstance(source, NormSource):
         return lambda a: jax_mx.rms_norm(*a).floats, lambda a: {}
     assert isinstance(source, GatedSource | GradientSource)
-    made = {"activation": source.activation, "interleaved": source.interleaved}
+    options = {"activation": source.activation, "interleaved": source.interleaved}
     gated = jax_mx.Gated(source.activation, interleaved=source.interleaved)
     if isinstance(source, GatedSource):
-        return lambda a: jax_mx.gated(a[0], **made), lambda a: {"activation": gated}
-    make = functools.partial(jax_mx.gated, **made)
+        return lambda a: jax_mx.gated(a[0], **options), lambda a: {"activation": gated}
+    make = functools.partial(jax_mx.gated, **options)
 
     def own(dy: jax.Array) -> jax_mx.Gated | WithSums:
         asked = dataclasses.replace(gated, gradient=dy)
@@ -105,14 +105,14 @@ class Quantizer:
     def how(self) -> dict[str, Any]:
         """The keywords that quantizing ops have for the preprocessing."""
         modes = shapes.PREPROCESSING[self.preprocessing]
-        found: dict[str, Any] = {} if self.window == BLOCK else {"window": self.window}
+        options: dict[str, Any] = {} if self.window == BLOCK else {"window": self.window}
         signs, key = np.arange(64) % 3 == 0, jax.random.key(0)
         hadamards = [jax_mx.Hadamard(h, signs[:h]) if h else None for h, *_ in modes]
         roundings = [jax_mx.Stochastic(key) if sr else None for _, sr, *_ in modes]
-        for name, each in (("hadamard", hadamards), ("rounding", roundings)):
-            if any(each):
-                found[name] = each[0] if len(each) == 1 else tuple(each)
-        return found
+        for name, values in (("hadamard", hadamards), ("rounding", roundings)):
+            if any(values):
+                options[name] = values[0] if len(values) == 1 else tuple(values)
+        return options
 
     @property
     def words(self) -> int:
@@ -136,7 +136,7 @@ class Quantizer:
             versions = {"reference": jax.jit(functools.partial(op, implementation="xla"))}
         if not self.source:
             return jax.jit(op), versions
-        before, how = _made_of(self.made)
+        before, activation_of = _made_of(self.made)
         versions |= {"our kernel": op}
         floats = getattr(self.made, "floats", False)
 
@@ -146,19 +146,19 @@ class Quantizer:
                 return f(y), y.astype(jnp.float32).sum(0)
             return (y, f(y)) if floats else f(y)
 
-        made: dict[str, Callable[..., Any]] = {
+        fused: dict[str, Callable[..., Any]] = {
             f"{self.source}, then {name}": jax.jit(functools.partial(after, f=f))
             for name, f in versions.items()
         }
         options |= {"both": form.op == "quantize_both", "floats": floats}
         if isinstance(self.made, NormSource):
             norm = functools.partial(jax_mx.rms_norm, **options)
-            return jax.jit(lambda a: norm(*a)[:2] if floats else norm(*a).quantized), made
+            return jax.jit(lambda a: norm(*a)[:2] if floats else norm(*a).quantized), fused
         if floats:
             assert isinstance(self.made, GatedSource)
             options |= {"activation": self.made.activation, "interleaved": self.made.interleaved}
-            return jax.jit(lambda a: jax_mx.gated(*a, **options)), made
-        return jax.jit(lambda a: op(a[0], **how(a))), made
+            return jax.jit(lambda a: jax_mx.gated(*a, **options)), fused
+        return jax.jit(lambda a: op(a[0], **activation_of(a))), fused
 
     def make(self, key: jax.Array) -> Any:
         """An argument of those."""
@@ -191,7 +191,7 @@ class Quantizer:
         if self.implementation == "xla":
             return "xla", ""
         form = shapes.FORMS[self.form]
-        supported, what = jax_mx.is_supported(
+        supported, reason = jax_mx.is_supported(
             form.op,
             jax.devices()[0],
             dtype=self.dtype,
@@ -204,21 +204,21 @@ class Quantizer:
             **self.how,
         )
         if not supported:
-            return "xla", what
+            return "xla", reason
         arch = arch_of(chip_of(jax.devices()[0]))
         return self.implementation or dsl_of(str(arch)), ""
 
 
 # ---- measuring ----------------------------------------------------------------------------------
-def measure(own: Quantizer, args: Args) -> Row:
+def measure(quantizer: Quantizer, args: Args) -> Row:
     """Times the op, XLA's versions of it and the copy, one after the other."""
     calls = repeats(args, 30)
-    fn, versions = own.functions()
-    shape = jax.eval_shape(own.make, jax.random.key(0))
-    size = timing.nbytes((shape, jax.eval_shape(fn, shape))) + own.words
-    implementation, reason = own.implementation_taken()
+    fn, versions = quantizer.functions()
+    shape = jax.eval_shape(quantizer.make, jax.random.key(0))
+    size = timing.nbytes((shape, jax.eval_shape(fn, shape))) + quantizer.words
+    implementation, reason = quantizer.implementation_taken()
 
-    inputs = timing.rotate(own.make, timing.nbytes(shape))
+    inputs = timing.rotate(quantizer.make, timing.nbytes(shape))
     time = timing.measure(fn, inputs, calls)
     xla, xla_time = "none", None
     try:

@@ -90,7 +90,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         '"auto, explicit" '
         '"auto, shard_map"'),
 }  # fmt: skip
-# Those of several GPUs, as names of their files say.
+# Commands of several GPUs have files whose names begin with x.
 SEVERAL = tuple(name for name, (file, _) in COMMANDS.items() if file.startswith("x"))
 
 
@@ -160,4 +160,4 @@ def main(args: argparse.Namespace) -> int:
         file = args.out / f"{begin}{COMMANDS[name][0]}.json"
         ends[name] = record(name, file, end - start, args.commit) if start < end else "not begun"
         print(f"=== {name}: {ends[name]}, {time.monotonic() - start:.0f} s", flush=True)
-    return int(any(each != "done" for each in ends.values()))
+    return int(any(end != "done" for end in ends.values()))

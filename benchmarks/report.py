@@ -114,12 +114,12 @@ def table(rows: Sequence[Row]) -> Table:
     """The rows' fields, but for long lists; words that all rows have in common are the title."""
     hidden = {"_note", *(name for row in rows for name, value in row.items() if _is_long(value))}
     names = [n for n in dict.fromkeys(n for row in rows for n in row) if n not in hidden]
-    each = {name: {str(row.get(name)) for row in rows} for name in names}
-    words = {n for n in names if isinstance(rows[0].get(n), str) and len(each[n]) == 1}
-    common = [rows[0][n] for n in names if n in words and len(rows) > 1]
+    texts = {name: {str(row.get(name)) for row in rows} for name in names}
+    constant = {n for n in names if isinstance(rows[0].get(n), str) and len(texts[n]) == 1}
+    common = [rows[0][n] for n in names if n in constant and len(rows) > 1]
     title = [jax.devices()[0].device_kind, f"jax {jax.__version__}", *common]
     result = Table(title=", ".join(dict.fromkeys(title)))
-    shown = [n for n in names if len(rows) == 1 or n not in words]
+    shown = [n for n in names if len(rows) == 1 or n not in constant]
     for name in shown:
         number = any(isinstance(row.get(name), float) for row in rows)
         header = name.strip("_").replace("_", " ")

@@ -55,15 +55,15 @@ def cases(args: Args) -> Iterator[Case]:
     """A case for each operand, shape and dtype."""
     shapes = [(shape, "bfloat16") for shape in ACTIVATIONS]
     shapes += [(shape, dtype) for dtype in ("bfloat16", "float32") for shape in WEIGHTS]
-    for what, (widths, ways) in WAYS.items():
+    for source, (widths, ways) in WAYS.items():
         for shape, dtype in [(SMALL, "bfloat16")] if args.smoke else shapes:
-            if what != "x" and shape not in (SMALL, ACTIVATIONS[-1]):
+            if source != "x" and shape not in (SMALL, ACTIVATIONS[-1]):
                 continue
             for way, fn in ways.items():
-                names = {"of": what, "shape": list(shape), "dtype": dtype, "way": way}
+                names = {"of": source, "shape": list(shape), "dtype": dtype, "way": way}
                 make = functools.partial(_inputs, shape, widths, dtype)
                 timed = Timed(jax.jit(fn), make, 20, more=functools.partial(_speed, fn, make))
-                yield Case(f"{what} {shape} {dtype}", way, names, timed, base="copy")
+                yield Case(f"{source} {shape} {dtype}", way, names, timed, base="copy")
 
 
 def _inputs(shape: tuple, widths: tuple, dtype: str, count: int | None = None) -> timing.Inputs:
@@ -71,8 +71,8 @@ def _inputs(shape: tuple, widths: tuple, dtype: str, count: int | None = None) -
 
     def make(key: jax.Array) -> list[jax.Array]:
         keys = jax.random.split(key, len(shapes))
-        each = zip(keys, shapes, strict=True)
-        return [jax.random.normal(k, s, jnp.float32).astype(dtype) for k, s in each]
+        inputs = zip(keys, shapes, strict=True)
+        return [jax.random.normal(k, s, jnp.float32).astype(dtype) for k, s in inputs]
 
     size = sum(map(math.prod, shapes)) * jnp.dtype(dtype).itemsize
     count = count or timing.rotation(size)

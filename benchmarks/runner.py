@@ -238,8 +238,8 @@ def run(argv: Sequence[str]) -> int:
     with Progress(console=console) as progress:
         task = progress.add_task("", total=sum(case.rounds for case in cases))
 
-        def say(what: str) -> None:
-            progress.update(task, description=what)
+        def say(step: str) -> None:
+            progress.update(task, description=step)
             progress.advance(task)
 
         for row in measured(cases, args, say):

@@ -85,7 +85,7 @@ FORMS: Mapping[str, Form] = {
 }
 
 
-# What is done to elements before, by name: of either direction, or of the last axis and of the one
+# Preprocessing by name: one entry for both directions, or one each for the last axis and the axis
 # before. Transforms have signs, known when the program is traced. Random rounding takes a word per
 # block, which counts as moved once; making the words takes a part of the time.
 PREPROCESSING: Mapping[str, tuple[Mode, ...]] = {
@@ -100,13 +100,13 @@ PREPROCESSING: Mapping[str, tuple[Mode, ...]] = {
 }
 
 
-# What makes the floats of a call, by name: rows, picked by numbers, an activation or a norm.
+# The sources of a call's floats, by name: rows, picked by numbers, an activation or a norm.
 _WAYS = tuple(itertools.product(ACTIVE, (False, True)))
 SOURCES: Mapping[str, Source] = {
     str(source): source
     for source in (
         RowsSource(),
-        *(kind(*way, more) for kind in (GatedSource, GradientSource) for more in (False, True)
+        *(source(*way, more) for source in (GatedSource, GradientSource) for more in (False, True)
           for way in _WAYS),
         *(NormSource(floats=floats) for floats in (False, True)),
     )
@@ -148,7 +148,7 @@ def spell(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
-# Of a copy at every shape of "llm", and of XLA's speed at the first required one.
+# The wanted share of a copy's speed at each shape of "llm", and the factor over XLA at the first.
 _WANTED = {
     "axis -1": (0.97, 2.5),
     "axis -2": (0.97, 1.8),
@@ -161,8 +161,8 @@ _WANTED = {
 }
 
 
-# Of tokens on the way to experts, and of what an MLP has between its products: of a copy of what
-# moves, and of XLA's floats and our kernel, by form.
+# Tokens on the way to experts, and arrays between an MLP's products: the wanted share of a copy's
+# speed, and the factor over XLA's floats and our kernel, by form.
 TOKENS = (16384, 7168)
 _WANTED_OF_SOURCES = {
     ("axis -1", "rows", TOKENS): (0.9, 1.5),
@@ -179,7 +179,7 @@ _WANTED_OF_SOURCES = {
     ("both transposed", "swiglu_gradient", (16384, 14336)): (0.85, 1.7),
 }
 
-# Of a copy, by form and preprocessing.
+# The wanted share of a copy's speed, by form and preprocessing.
 _WANTED_OF_MXFP4 = {
     ("axis -1", "none"): 0.95,
     ("both", "none"): 0.92,
@@ -198,9 +198,9 @@ def _requirements() -> Iterator[Requirement]:
         preprocessing: str = "none",
         source: str = "",
     ) -> dict[str, str]:
-        kind = {"dtype": "bfloat16", "format": format, "scaling": "rceil", "scale_layout": layout}
+        row = {"dtype": "bfloat16", "format": format, "scaling": "rceil", "scale_layout": layout}
         form = named(name, preprocessing, source)
-        return {"op": FORMS[name].op, "form": form, "shape": spell(shape), **kind}
+        return {"op": FORMS[name].op, "form": form, "shape": spell(shape), **row}
 
     for shape in REQUIRED:
         yield Requirement(where("axis -1", shape), 0.95, 2.3)
@@ -234,14 +234,14 @@ def parse(text: str) -> tuple[Shape, ...]:
     Raises:
       ValueError: neither a name nor a shape, or a shape without elements.
     """
-    found: list[Shape] = []
+    shapes_named: list[Shape] = []
     for word in text.split(","):
         if word in SHAPES:
-            found += SHAPES[word]
+            shapes_named += SHAPES[word]
         elif re.fullmatch(r"\d+(x\d+)*", word):
-            found.append(tuple(map(int, word.split("x"))))
-            if 0 in found[-1]:
+            shapes_named.append(tuple(map(int, word.split("x"))))
+            if 0 in shapes_named[-1]:
                 raise ValueError(f"shape {word!r} has no elements; there is nothing to measure")
         else:
             raise ValueError(f"shape {word!r} is neither AxBxC nor one of {', '.join(SHAPES)}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(shapes_named))

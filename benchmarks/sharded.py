@@ -26,16 +26,16 @@ def cases(args: Args) -> Iterator[Case]:
         yield Case(call.form, "", call.names, functools.partial(measure, call))
 
 
-def measure(own: quantizers.Quantizer, args: Args) -> Row:
+def measure(quantizer: quantizers.Quantizer, args: Args) -> Row:
     """Times the op on one operand, then on as many as there are devices, stacked and sharded."""
-    calls, fn = repeats(args, 30), own.functions()[0]
+    calls, fn = repeats(args, 30), quantizer.functions()[0]
     devices = jax.devices()
     mesh = jax.make_mesh((len(devices),), ("shard",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("shard"))
-    size = timing.nbytes(jax.eval_shape(own.make, jax.random.key(0)))
-    alone = timing.measure(fn, timing.rotate(own.make, size), calls)
+    size = timing.nbytes(jax.eval_shape(quantizer.make, jax.random.key(0)))
+    alone = timing.measure(fn, timing.rotate(quantizer.make, size), calls)
 
-    stack = jax.jit(jax.vmap(own.make), out_shardings=sharding)  # a new axis in front
+    stack = jax.jit(jax.vmap(quantizer.make), out_shardings=sharding)  # a new axis in front
     inputs = timing.rotate(lambda key: stack(jax.random.split(key, len(devices))), size)
     call = jax.jit(jax.vmap(fn))
     timing.run(call, inputs, timing.WARM_UP)

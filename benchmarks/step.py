@@ -37,6 +37,7 @@ from jax_mx import Recipe
 
 OURS: Mapping[str, Recipe | str] = {
     "auto": "auto",
+    "fast": "mxfp8_fast",
     "rows": Recipe(window="row"),
     "w256": Recipe(window=256),
     "tiles": Recipe(window=256, weight_window=(128, 128)),
@@ -44,7 +45,8 @@ OURS: Mapping[str, Recipe | str] = {
     "mxfp4": "mxfp4",
 }  # "tiles" are for weights that are split
 PEERS: Mapping[str, Way] = {"tensorwise": llama.Current(), "flax": llama.Delayed()}
-USUAL = ("bf16", *(name for name in OURS if name != "tiles"), *PEERS)  # without --ways
+_APART = ("tiles", "fast")
+USUAL = ("bf16", *(name for name in OURS if name not in _APART), *PEERS)  # without --ways
 WARM_UP = 3
 show = Console(width=120).print
 MARKS: Mapping[str, Mapping[str, Any]] = {
@@ -201,6 +203,6 @@ def profiled(said: str, compiled: Any, state: Any, text: jax.Array, steps: int =
     traces = timing.profiles(step, [(None,)], steps)
     for events in [*traces.values()][:1]:
         show(program.kernel_table(said, program.kernels(events, steps)))
-        moves, beside = (ms / steps for ms in program.overlap(events))
-        show(f"{said}: collectives take {moves:.1f} ms, {beside:.1f} of them beside other kernels")
+        moves, hidden = (ms / steps for ms in program.overlap(events))
+        show(f"{said}: collectives take {moves:.1f} ms, {hidden:.1f} of them beside other kernels")
     return state

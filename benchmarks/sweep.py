@@ -49,12 +49,12 @@ from jax_mx.shipping.shipped import existing
 if TYPE_CHECKING:
     import jax
 
-# What a sweep's row asks of an entry, see `tuning.facts_of`; of a product's, everything.
+# The facts that a sweep's row asks of an entry, see `tuning.facts_of`; a product's row asks all.
 WHERE = ("form", "dtype", "codes_per_byte", "tiled_scales", "window", "source", "activation",
          "interleaved")  # fmt: skip
 # No multiple of what a thread block covers, in any direction; of norms, two axes are enough.
 SMALL = (3, 160, 224)
-# Whose tiles products have: per row of the table, the module and its class.
+# The tiles of products: for each row of the table, the module and its class.
 TILES = {
     "matmul.Warps": ("matmul_many", "CodeStages"),
     "matmul.Direct": ("matmul_vector", "Lines"),
@@ -112,7 +112,7 @@ def candidates(variant: Binary) -> Iterator[Any]:
             (128, 256, 512), (4, 8, 16, 32), (1, 2, 4, 8)
         ):
             in_flight = elements * unroll * itemsize
-            # Of dequantize, 16 bytes of floats a step: more would leave gaps between threads.
+            # dequantize writes 16 bytes of floats a step: more would leave gaps between threads.
             fits = elements * itemsize in ((16,) if variant.op == "dequantize" else range(16, 129))
             if 32 <= in_flight <= 256 and fits:
                 yield kernel.Strip(threads, elements, unroll)
@@ -165,15 +165,15 @@ def _of_norms(variant: Variant) -> Iterator[Any]:
 
 def _of_products(product: ProductKernel) -> Iterator[Any]:
     """The tile that Hopper's table has, and those that differ from it in one field."""
-    what, value = chosen(product, "sm_90a")
-    module, name = TILES[what]
+    table, value = chosen(product, "sm_90a")
+    module, name = TILES[table]
     tile = getattr(importlib.import_module(f"jax_mx.products.cutedsl.{module}"), name)(**value)
     yield tile
     for field in dataclasses.fields(tile):
-        own = getattr(tile, field.name)
-        values = (own - 1, own + 1) if field.name == "stages" else VALUES[field.name]
+        current = getattr(tile, field.name)
+        values = (current - 1, current + 1) if field.name == "stages" else VALUES[field.name]
         for value in values:
-            if value != own and (field.name != "stages" or value >= LEAST.get(name, 1)):
+            if value != current and (field.name != "stages" or value >= LEAST.get(name, 1)):
                 yield dataclasses.replace(tile, **{field.name: value})
 
 
@@ -186,18 +186,18 @@ def chosen(
       ValueError: its entries have no tile to choose.
     """
     module = importlib.import_module(f"jax_mx.{variant.ROOM}.cutedsl.{variant.op}")
-    found = []
+    choices = []
 
-    def choose(what: str, *where: Any, real: Callable = tuning.choose) -> Any:
-        found.append((what, real(what, *where)))
-        return found[-1][1]
+    def choose(table: str, *where: Any, real: Callable = tuning.choose) -> Any:
+        choices.append((table, real(table, *where)))
+        return choices[-1][1]
 
     with mock.patch.object(tuning, "choose", choose):
         if isinstance(variant, ProductKernel):
             module.entries(variant, arch)
         else:
             module.kernel_of(variant, arch, SCALE_LAYOUTS[layout], aligned)
-    rows = [(what, value) for what, value in found if isinstance(value, dict)]
+    rows = [(table, value) for table, value in choices if isinstance(value, dict)]
     if not rows:
         raise ValueError(f"{variant.name} has no tile to choose")
     return rows[0]
@@ -235,8 +235,8 @@ def build(folder: Path, arch: str, variants: Sequence[Binary]) -> None:
             name = f"{variant.name}.{arch}.{size}"
             sha256 = hashlib.sha256(image).hexdigest()
             (folder / "kernels" / sha256).write_bytes(image)
-            own = {"row": chosen(variant, arch)[0], "tile": dataclasses.asdict(tile)}
-            manifest[name] = {"sha256": sha256, **own, **facts}
+            described = {"row": chosen(variant, arch)[0], "tile": dataclasses.asdict(tile)}
+            manifest[name] = {"sha256": sha256, **described, **facts}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     print(len(manifest), "candidates")
 
@@ -353,7 +353,7 @@ def calls(variant: Binary, shape: shapes.Shape, layout: str) -> Iterator[Call]:
     from benchmarks.quantizers import Quantizer
 
     form = shapes.form_of(variant.op, variant.form)
-    sources = {made: name for name, made in shapes.SOURCES.items()}
+    sources = {source: name for name, source in shapes.SOURCES.items()}
     modes = tuple(mode._replace(window=BLOCK) for mode in variant.modes)
     treated = {(): "none", (Mode(),): "none", (Mode(), Mode()): "none"}
     treated |= {its: name for name, its in shapes.PREPROCESSING.items()}

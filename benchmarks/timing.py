@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 Inputs = Sequence[tuple[Any, ...]]  # the arguments of one call each; calls take them in turn
 
-# Of an H200, the largest L2 at hand; a smaller one is overrun by the same data.
+# An H200 has the largest L2 at hand; the same data overruns a smaller one.
 L2_BYTES = 60 * 2**20
 # Outputs alive at a time: two keep the device busy; a queue of all would fill its memory.
 WINDOW = 2
@@ -98,11 +98,11 @@ def profiles(fn: Callable[..., Any], inputs: Inputs, calls: int) -> dict[str, li
             run(fn, inputs, calls)
         files = sorted(Path(directory).rglob("*.xplane.pb"))
         data = [jax.profiler.ProfileData.from_file(str(f)) for f in files]
-        found: dict[str, list[Event]] = {}
+        events_by_name: dict[str, list[Event]] = {}
         for one in data:
             for name in (plane.name for plane in one.planes if "GPU" in plane.name):
-                found.setdefault(name, []).extend(events(one, name))
-    return {name: each for name, each in found.items() if each}
+                events_by_name.setdefault(name, []).extend(events(one, name))
+    return {name: kernels for name, kernels in events_by_name.items() if kernels}
 
 
 def events(data: jax.profiler.ProfileData, device: str = "") -> list[Event]:
@@ -126,12 +126,12 @@ def per_call(events: Sequence[Event], calls: int) -> Timing:
     if not events:
         raise ValueError("the profile holds no event of a device")
     events = sorted(events)
-    each, rest = divmod(len(events), calls)
+    kernels, rest = divmod(len(events), calls)
     names = [event.name for event in events]
-    if rest or names != names[:each] * calls:
+    if rest or names != names[:kernels] * calls:
         return Timing(sum(event.duration_ns for event in events) / calls / 1e3, DEVICE_MEAN)
     durations = [event.duration_ns for event in events]
-    groups = [sum(durations[i : i + each]) for i in range(0, len(durations), each)]
+    groups = [sum(durations[i : i + kernels]) for i in range(0, len(durations), kernels)]
     return Timing(statistics.median(groups) / 1e3, DEVICE)
 
 
@@ -154,8 +154,8 @@ def in_a_loop(fn: Callable[..., Any], calls: int) -> Any:
     """
 
     def run(*args: jax.Array) -> Any:
-        like = jax.eval_shape(fn, *args)
-        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+        abstract = jax.eval_shape(fn, *args)
+        nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract)
 
         def again(_: jax.Array, held: Any) -> Any:
             args, _ = held

@@ -102,13 +102,13 @@ class Case:
 
 def layers(models: Sequence[str], rows: Sequence[int], recipes: Sequence[str]) -> list[Case]:
     """The layers of models, what matters most first."""
-    ranks = itertools.product(*(range(len(each)) for each in (models, rows, recipes)))
-    found = []
-    for i, j, k in sorted(ranks, key=lambda each: (sum(each), each)):
+    ranks = itertools.product(*(range(len(group)) for group in (models, rows, recipes)))
+    cases = []
+    for i, j, k in sorted(ranks, key=lambda rank: (sum(rank), rank)):
         for layer, shape in MODELS[models[i]].items():
             if not (isinstance(shape, Experts) and recipes[k] == "rows"):  # they span groups
-                found.append(Case(models[i], layer, rows[j], recipes[k]))
-    return found
+                cases.append(Case(models[i], layer, rows[j], recipes[k]))
+    return cases
 
 
 def settled(entry: Measured, rule: str) -> Measured:
@@ -121,30 +121,30 @@ def settled(entry: Measured, rule: str) -> Measured:
         for name, cost in entry.costs
         if not isinstance(cost, str) or cost.startswith("left out: it ")
     }
-    best, own = costs.get(entry.chosen or ""), costs.get(rule)
+    best, ruled = costs.get(entry.chosen or ""), costs.get(rule)
     chosen = entry.chosen
-    if isinstance(best, float) and isinstance(own, float) and own <= best * (1 + NOISE):
+    if isinstance(best, float) and isinstance(ruled, float) and ruled <= best * (1 + NOISE):
         chosen = rule
     return dataclasses.replace(entry, chosen=chosen, costs=tuple(costs.items()))
 
 
 def tuned(
-    known: Choice, each: Sequence[Case], seconds: float, candidates: int, file: Path
+    known: Choice, cases: Sequence[Case], seconds: float, candidates: int, file: Path
 ) -> Choice:
     """The known choice with new measurements; the file is written after every product.
 
     Args:
       known: the earlier measurements.
-      each: the layers.
+      cases: the layers.
       seconds: for all of them.
       candidates: of each product, at most.
       file: to write; a file that ends in .md is written next to it.
     """
     end = time.monotonic() + seconds
-    place = tuning.place_of(())
-    for i, case in enumerate(each):
-        print(f"{i + 1}/{len(each)} {case}: {end - time.monotonic():.0f} s left", flush=True)
-        for entry in measured(known, case, place, end, candidates):
+    target = tuning.place_of(())
+    for i, case in enumerate(cases):
+        print(f"{i + 1}/{len(cases)} {case}: {end - time.monotonic():.0f} s left", flush=True)
+        for entry in measured(known, case, target, end, candidates):
             known |= Choice.of([entry])
             print(Choice.of([entry]), flush=True)
             known.save(file)
@@ -155,16 +155,16 @@ def tuned(
 
 
 def measured(
-    known: Choice, case: Case, place: Any, end: float, candidates: int
+    known: Choice, case: Case, target: Any, end: float, candidates: int
 ) -> Iterator[Measured]:
     """New measurements, for the products of a case that are not known."""
     f, args = case.products
-    for found in tuning.calls_in("tune", f, args)[0]:
-        call, chip = found.call.in_a_shard, place.chips[0]
+    for traced_call in tuning.calls_in("tune", f, args)[0]:
+        call, chip = traced_call.call.in_a_shard, target.chips[0]
         if key_of(call, chip) in known.by_key:
             continue
-        entries = tuning.entries_of([found], place, end, candidates, False, WITHOUT)
-        rule = by_rule(call, place.platform, place.chips).implementation
+        entries = tuning.entries_of([traced_call], target, end, candidates, False, WITHOUT)
+        rule = by_rule(call, target.platform, target.chips).implementation
         yield from (settled(entry, rule) for entry in entries if entry.chosen)
 
 
@@ -174,8 +174,8 @@ def markdown(choice: Choice) -> str:
     lines = [f"| product | chosen | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
     for entry in choice.entries:
         costs = dict(entry.costs)
-        each = [f"{us:.1f}" if isinstance(us := costs.get(n), float) else "" for n in names]
-        lines.append(f"| {entry.key} | {entry.chosen} | {' | '.join(each)} |")
+        times = [f"{us:.1f}" if isinstance(us := costs.get(n), float) else "" for n in names]
+        lines.append(f"| {entry.key} | {entry.chosen} | {' | '.join(times)} |")
     where = ", ".join(sorted({entry.on for entry in choice.entries}))
     return "\n".join([f"Microseconds, {where}.", "", *lines, ""])
 

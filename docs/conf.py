@@ -60,9 +60,9 @@ napoleon_use_ivar = True
 intersphinx_mapping = {}
 
 
-def plain(app, what, name, obj, options, lines: list[str]) -> None:
+def plain(app, type_name, name, obj, options, lines: list[str]) -> None:
     """Docstrings are plain text: what reStructuredText takes for marks of its own is escaped."""
-    del app, what, name, obj, options
+    del app, type_name, name, obj, options
     for i, line in enumerate(lines):
         parts = re.split(r"(`[^`]*`)", line)
         parts[::2] = [re.sub(r"(?<![\\])([*|]|_(?=\W|$))", r"\\\1", part) for part in parts[::2]]

@@ -130,14 +130,14 @@ def losses() -> Figure:
         "channels of many sizes": rng.standard_normal(shape) * 2.0 ** rng.normal(0, 2, shape[1]),
     }
     height = 0.8 / len(data)
-    for i, (kind, color) in enumerate(zip(data, (BLUE, ORANGE, GREEN), strict=True)):
-        x = data[kind].astype(np.float32)
-        found = []
+    for i, (data_name, color) in enumerate(zip(data, (BLUE, ORANGE, GREEN), strict=True)):
+        x = data[data_name].astype(np.float32)
+        ratios = []
         for format in FORMATS:
             y = np.asarray(jax_mx.quantize(x, format).dequantize(jnp.float32), np.float64)
-            found.append(10 * np.log10((x.astype(float) ** 2).sum() / ((x - y) ** 2).sum()))
+            ratios.append(10 * np.log10((x.astype(float) ** 2).sum() / ((x - y) ** 2).sum()))
         at = -np.arange(len(FORMATS)) - (i - 1) * height
-        axes.barh(at, found, height * 0.9, color=color, label=kind)
+        axes.barh(at, ratios, height * 0.9, color=color, label=data_name)
     axes.set_yticks(-np.arange(len(FORMATS)), list(FORMATS))
     axes.set_xlabel("signal over noise in dB, 6 of which are one bit; more is better")
     axes.tick_params(axis="y", length=0)
@@ -179,19 +179,19 @@ def forms() -> Figure:
 
 def _spelled(form: shapes.Form) -> str:
     """The call as it is written."""
-    given = {**form.options}
-    if not given.get("transpose", True):
-        del given["transpose"]
-    if given.get("axis") == -1:
-        del given["axis"]
-    words = ", ".join(["x", *(f"{key}={value}" for key, value in given.items())])
-    return f"{form.op}({words})"
+    options = {**form.options}
+    if not options.get("transpose", True):
+        del options["transpose"]
+    if options.get("axis") == -1:
+        del options["axis"]
+    arguments = ", ".join(["x", *(f"{key}={value}" for key, value in options.items())])
+    return f"{form.op}({arguments})"
 
 
 def _made(form: shapes.Form) -> tuple[Any, ...]:
     x = jax.ShapeDtypeStruct(MATRIX, jnp.bfloat16)
-    made = jax.eval_shape(functools.partial(getattr(jax_mx, form.op), **form.options), x)
-    return made if isinstance(made, tuple) else (made,)
+    result = jax.eval_shape(functools.partial(getattr(jax_mx, form.op), **form.options), x)
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _outlined(axes: Axes, at: tuple, shape: tuple, text: str, color: str) -> None:
@@ -218,9 +218,9 @@ def layout(which: layouts.Layout) -> Figure:
     Without tiles: the same of a small array.
     """
     rows, cols = which.tile if which.is_tiled else (8, 16)
-    what = "tile" if which.is_tiled else "array"
+    unit = "tile" if which.is_tiled else "array"
     of = np.indices((rows, cols)).astype(np.uint8)
-    row, col = (np.asarray(views.pack(which, jnp.asarray(each))).reshape(-1) for each in of)
+    row, col = (np.asarray(views.pack(which, jnp.asarray(part))).reshape(-1) for part in of)
     row, col = row[: rows * cols], col[: rows * cols]  # of what is padded, the first tile
     offset = np.empty((rows, cols), int)
     offset[row, col] = np.arange(rows * cols)
@@ -228,7 +228,7 @@ def layout(which: layouts.Layout) -> Figure:
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.4))
     left.imshow(offset, aspect="auto", cmap="viridis")
-    left.set_title(f"one {what}, {rows} rows x {cols} bytes:\nwhere each lies", size=9)
+    left.set_title(f"one {unit}, {rows} rows x {cols} bytes:\nwhere each lies", size=9)
     left.set_xlabel("column")
     left.set_ylabel("row")
     for r, c in {(0, 0), (0, cols - 1), (rows - 1, 0), (rows - 1, cols - 1), (rows // 2, 0)}:
@@ -283,11 +283,11 @@ def path() -> Figure:
     axes.axis("off")
     axes.set_xlim(0, 100)
     axes.set_ylim(-len(stations), 0.4)
-    for i, (where, what, facts) in enumerate(stations):
+    for i, (where, step, facts) in enumerate(stations):
         color = SKY if i < 4 else (GREEN if i < 7 else YELLOW)
         axes.add_patch(Rectangle((0, -i - 0.35), 22, 0.6, fc=color, alpha=0.4, ec=INK, lw=0.8))
         axes.text(11, -i - 0.05, where, ha="center", va="center", size=9, family="monospace")
-        axes.text(24, -i + 0.07, what, va="center", size=8.5)
+        axes.text(24, -i + 0.07, step, va="center", size=8.5)
         axes.text(24, -i - 0.23, facts, va="center", size=7.5, color="#666666", family="monospace")
         if i + 1 < len(stations):
             ends = (11, -i - 0.35), (11, -i - 0.75)
@@ -418,8 +418,8 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
     "speed": speed,
     "step": step,
     **{
-        f"layout_{each.name}": functools.partial(layout, each)
-        for each in (*layouts.SCALE_LAYOUTS.values(), *layouts.VALUE_LAYOUTS.values())
+        f"layout_{layout_drawn.name}": functools.partial(layout, layout_drawn)
+        for layout_drawn in (*layouts.SCALE_LAYOUTS.values(), *layouts.VALUE_LAYOUTS.values())
     },
 }
 

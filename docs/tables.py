@@ -59,11 +59,11 @@ def chips() -> list[str]:
     with mock.patch.object(reads, "VERSION", (0,)):  # as the newest JAX has it
         multiplies = multiplying()
     rows: list[tuple[str, ...]] = []
-    for each in multiplies:
-        arch, served = each["arch"], (each["dense"], each["grouped"])
-        names = [", ".join(f'`"{name}"`' for name in own) for own in served]
-        where = "; ".join(f'`"{name}"`: {how}' for name, how in each["executed"].items())
-        rows.append((arch, each["products"], makers[arch], state(arch), *names, where))
+    for row in multiplies:
+        arch, served = row["arch"], (row["dense"], row["grouped"])
+        names = [", ".join(f'`"{name}"`' for name in group) for group in served]
+        where = "; ".join(f'`"{name}"`: {by}' for name, by in row["executed"].items())
+        rows.append((arch, row["products"], makers[arch], state(arch), *names, where))
     other = ("", "all other devices, CPUs too", "XLA", "the reference itself")
     rows.append((*other, '`"xla"`', '`"xla"`', ""))
     head = ("arch", "GPUs", "quantizers from", "our kernels were", "products by")
@@ -78,7 +78,7 @@ def state(arch: str) -> str:
     ]
     if not runs or not all(runs):
         return "compiled, not yet executed"
-    if all("emulated" in each for each in runs):
+    if all("emulated" in text for text in runs):
         return "compared bit for bit in emulation"
     every = set.intersection(*runs) or set.union(*runs)
     return f"compared bit for bit on {' or '.join(sorted(every - {'emulated'}))}"
@@ -86,27 +86,27 @@ def state(arch: str) -> str:
 
 def kernels() -> list[str]:
     """A row for each op with the same forms and formats, and what is done before it rounds."""
-    found: dict[tuple, dict[str, dict[str, None]]] = {}
+    cells_by_key: dict[tuple, dict[str, dict[str, None]]] = {}
     for v in existing():
         if v.implementation != "cutedsl":
             continue
         before = "".join(mode.suffix or "_rn" for mode in v.modes)[1:].replace("_", " ")
         before = f"{before} {v.source}".strip()
         key = (v.op, "both" if v.form.is_both else "one", before, v.dtype)
-        row = found.setdefault(key, {"forms": {}, "formats": {}})
+        row = cells_by_key.setdefault(key, {"forms": {}, "formats": {}})
         row["forms"][str(v.form)] = None
         names = [format.name for format in v.formats]
         row["formats"] |= dict.fromkeys(
             [" with ".join(names)] if differ_in_bits(v.formats) else names
         )
     merged: dict[tuple, list[str]] = {}
-    for (op, _, before, dtype), row in found.items():
+    for (op, _, before, dtype), row in cells_by_key.items():
         merged.setdefault((op, before, *map(tuple, row.values())), []).append(dtype)
     grouped: dict[tuple, list[str]] = {}
-    for (op, before, *own), dtypes in merged.items():
-        grouped.setdefault((op, *own, tuple(dtypes)), []).append(before)
+    for (op, before, *cells), dtypes in merged.items():
+        grouped.setdefault((op, *cells, tuple(dtypes)), []).append(before)
     rows = [
-        (op, *(", ".join(cell) for cell in (*cells, [each or "nothing" for each in before])))
+        (op, *(", ".join(cell) for cell in (*cells, [step or "nothing" for step in before])))
         for (op, *cells), before in grouped.items()
     ]
     return table(("op", "forms", "formats", "floats", "before"), rows)
@@ -120,27 +120,27 @@ def lacks() -> list[str]:
 
 def sharding_no() -> list[str]:
     """The cells of docs/sharding.md that are not "yes", calls with the same ones together."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    calls: dict[tuple[str, ...], list[str]] = {}
     head: list[str] = []
     for line in (ROOT / "docs" / "sharding.md").read_text().splitlines():
         cells = _cells(line)
-        if line.startswith(("| call | scales |", "| dot_general |", "| mlp |")):
+        if line.startswith(("| scales | calls |", "| dot_general |", "| mlp |")):
             head = cells
         if not head or len(cells) != len(head) or "yes" not in cells:
             continue
-        words = 2 if head[0] == "call" else 1  # that name the call; the second one its layout
-        name = f"all calls with scales in `{cells[1]}`" if words == 2 else cells[0] or head[0]
+        heads = 2 if head[0] == "scales" else 1  # the layout and its calls, or the call
+        name = f"all calls with scales in `{cells[0]}`" if heads == 2 else cells[0] or head[0]
         marks = [
             f"{split}" + f" ({mark})" * (mark != "no")
-            for split, mark in zip(head[words:], cells[words:], strict=True)
+            for split, mark in zip(head[heads:], cells[heads:], strict=True)
             if mark != "yes"
         ]
-        if name not in (names := found.setdefault(tuple(marks), [])):
+        if name not in (names := calls.setdefault(tuple(marks), [])):
             names.append(name)
-    everywhere = found.pop((), [])
-    own = [name for names in found.values() for name in names]
-    assert len(own) == len({*own} - {*everywhere}), "a layout's calls differ: name them"
-    rows = [("; ".join(names), "; ".join(marks)) for marks, names in found.items()]
+    everywhere = calls.pop((), [])
+    split_calls = [name for names in calls.values() for name in names]
+    assert len(split_calls) == len({*split_calls} - {*everywhere}), "a layout's calls differ"
+    rows = [("; ".join(names), "; ".join(marks)) for marks, names in calls.items()]
     return table(("calls", "splits that gather"), rows)
 
 
@@ -168,16 +168,16 @@ def formats_table() -> list[str]:
 
 def layouts_table() -> list[str]:
     """A row for each layout of scales and of values."""
-    found = [("scales", each) for each in SCALE_LAYOUTS.values()]
-    found += [("values", each) for each in VALUE_LAYOUTS.values()]
+    layouts = [("scales", layout) for layout in SCALE_LAYOUTS.values()]
+    layouts += [("values", layout) for layout in VALUE_LAYOUTS.values()]
     rows = [
         (
             of,
-            f"`{each.name}`",
-            " x ".join(map(str, each.tile)) if each.is_tiled else "none",
-            " x ".join(map(str, each.pad)) if each.is_tiled else "nothing",
+            f"`{layout.name}`",
+            " x ".join(map(str, layout.tile)) if layout.is_tiled else "none",
+            " x ".join(map(str, layout.pad)) if layout.is_tiled else "nothing",
         )
-        for of, each in found
+        for of, layout in layouts
     ]
     return table(("of", "layout", "tile, rows x bytes", "padded to"), rows)
 
@@ -229,8 +229,8 @@ def results(name: str) -> tuple[dict[str, Any], Rows]:
 def of_rows(rows: Rows) -> dict[str, Any]:
     """The facts of a run that its rows have."""
     keys = ("device", "commit", *["date"] * all("date" in row for row in rows))
-    found = {key: dict.fromkeys(row[key] for row in rows) for key in keys}
-    return {key: ", ".join(each) for key, each in found.items()}
+    values = {key: dict.fromkeys(row[key] for row in rows) for key in keys}
+    return {key: ", ".join(texts) for key, texts in values.items()}
 
 
 def caption(about: Mapping[str, Any], measures: str, kernels: Sequence[str] = ()) -> str:
@@ -297,12 +297,12 @@ def _of(rows: Rows, **where: Any) -> list[Mapping[str, Any]]:
 
 def _quantizers(name: str, **where: Any) -> list[str]:
     """A table of our rows of h200.json that have these fields, of one run, as `name` measures."""
-    own = [
+    quantizer_rows = [
         row
         for row in _of(results("h200")[1], implementation="cutedsl", scaling="rceil", **where)
         if row["form"] in shapes.FORMS
     ]
-    rows = one_run(own)
+    rows = one_run(quantizer_rows)
     order = list(shapes.FORMS)
     rows = sorted(rows, key=lambda row: (order.index(row["form"]), row["shape"]))
     lines = table(
@@ -404,17 +404,17 @@ def speed_preprocessing() -> list[str]:
     rows = _of(rows, format="mxfp4_e2m1", scale_layout="row_major", shape=LARGE)
     lines = []
     for commit in dict.fromkeys(row["commit"] for row in rows):
-        own = {tuple(row["form"].split(", ")): row for row in _of(rows, commit=commit)}
-        forms, kinds = (list(dict.fromkeys(key[i] for key in own)) for i in (0, 1))
+        by_form = {tuple(row["form"].split(", ")): row for row in _of(rows, commit=commit)}
+        forms, kinds = (list(dict.fromkeys(key[i] for key in by_form)) for i in (0, 1))
         lines += table(
             ("form", *kinds),
             [
-                (f, *(f"{own[f, k]['us']:.0f}" if (f, k) in own else "" for k in kinds))
+                (f, *(f"{by_form[f, k]['us']:.0f}" if (f, k) in by_form else "" for k in kinds))
                 for f in forms
             ],
         )
-        about = of_rows([*own.values()])
-        said = caption(about, command("preprocessing")) + rebuilt([*own.values()])
+        about = of_rows([*by_form.values()])
+        said = caption(about, command("preprocessing")) + rebuilt([*by_form.values()])
         lines += ["", f"us; {said}", ""]
     return lines
 
@@ -443,10 +443,10 @@ def _products(name: str) -> list[str]:
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):
-        own = {row["implementation"]: row for row in _of(rows, case=case)}
-        floats = [row["us"] for way, row in own.items() if way.startswith("bf16")]
-        for way in filter(own.__contains__, names):
-            row = own[way]
+        by_way = {row["implementation"]: row for row in _of(rows, case=case)}
+        floats = [row["us"] for way, row in by_way.items() if way.startswith("bf16")]
+        for way in filter(by_way.__contains__, names):
+            row = by_way[way]
             shape = f"({row['rows']}, {row['k']}) x ({row['k']}, {row['n']})"
             groups = f", {row['groups']} groups" * bool(row["groups"])
             faster = f"{min(floats) / row['us']:.2f}x" if floats else ""
@@ -530,7 +530,7 @@ def step() -> list[str]:
     length = runs[0][1][0]["length"]
     lines = [*table(head, lines), "", *_said_of_steps(runs)]
     said = f"* AdamW, cuDNN attention, sequences of {length} tokens, layers computed again."
-    if missing := [f"*{way}*" for way in STEPS if not any(way in own for own in by_way)]:
+    if missing := [f"*{way}*" for way in STEPS if not any(way in ways for ways in by_way)]:
         said += f" Not measured yet: {', '.join(missing)}."
     return [*lines, said]
 
@@ -665,15 +665,15 @@ def speed_moe() -> list[str]:
 
 def _routing(rows: Rows) -> list[str]:
     """The time to sort tokens by expert, where it was measured."""
-    own = _of(rows, case="routing")
+    routing_rows = _of(rows, case="routing")
     lines = table(
         ("routing: ids, choices, experts", "way", "us"),
         [
             (f"{row['tokens'] * row['k']:,}, {row['k']}, {row['experts']}", row["way"], row["us"])
-            for row in own
+            for row in routing_rows
         ],
     )
-    return [*lines, ""] if own else []
+    return [*lines, ""] if routing_rows else []
 
 
 def speed_moe_step() -> list[str]:
@@ -730,8 +730,8 @@ def loss_moe(of: str = "moe_step_small") -> list[str]:
     losses = {row["way"]: row["losses"] for row in rows}  # of every tenth step
 
     def against(way: str, first: int, last: int) -> str:
-        own, whole = (losses[name][first // 10 : last // 10] for name in (way, "bf16"))
-        return f"{sum(own) / sum(whole) - 1:+.1%}" if len(own) == len(whole) else ""
+        part, whole = (losses[name][first // 10 : last // 10] for name in (way, "bf16"))
+        return f"{sum(part) / sum(whole) - 1:+.1%}" if len(part) == len(whole) else ""
 
     lines = table(
         ("way", "steps", "loss in the end", "to bf16, steps 300 to 400", "800 to 1,000"),
@@ -808,9 +808,9 @@ def speed_moe_ways(file: str = "h100x4_moe", name: str = "moe_ways") -> list[str
     lines = table(
         ("what", "tokens a device", "k", "us, gather", "us, rounds", "rounds of gather"),
         [
-            (what, f"{tokens:,}", k, f"{us:.0f}", f"{own:.0f}", f"{own / us:.2f}")
-            for (what, tokens, k, moves), us in by.items()
-            if moves == "mx, gather" and (own := by.get((what, tokens, k, "mx, rounds")))
+            (op, f"{tokens:,}", k, f"{us:.0f}", f"{rounds:.0f}", f"{rounds / us:.2f}")
+            for (op, tokens, k, moves), us in by.items()
+            if moves == "mx, gather" and (rounds := by.get((op, tokens, k, "mx, rounds")))
         ],
     )
     return [*lines, "", caption(about, command(name), EVERY)]
@@ -857,25 +857,25 @@ def counters() -> list[str]:
 # ---- which floats kernels make as they quantize ---
 def sources() -> list[str]:
     """A row for what one kernel makes and quantizes, by dtype and window."""
-    found: dict[tuple, set[tuple[str, ...]]] = {}
+    formats_by_key: dict[tuple, set[tuple[str, ...]]] = {}
     kinds = GatedSource | GatedPairSource | GradientSource | NormSource
-    made = [s for s in SOURCES if isinstance(s, kinds)]
-    for own in made:
-        for variant in variants("cutedsl", "quantize", own):
+    members = [s for s in SOURCES if isinstance(s, kinds)]
+    for source in members:
+        for variant in variants("cutedsl", "quantize", source):
             if variant.gives_floats:
                 continue
-            key = (_made(own), variant.window, variant.dtype, getattr(own, "activation", ""))
-            names = tuple(each.name.rpartition("_")[2].upper() for each in variant.formats)
-            found.setdefault(key, set()).add(names)
+            key = (_made(source), variant.window, variant.dtype, getattr(source, "activation", ""))
+            names = tuple(format.name.rpartition("_")[2].upper() for format in variant.formats)
+            formats_by_key.setdefault(key, set()).add(names)
     rows: dict[tuple, tuple[dict, dict]] = {}  # what has the same formats: a row
-    for (made, window, dtype, activation), each in found.items():
-        one = sorted(first for first, *second in each if not second)
-        both = sorted({" beside ".join(sorted({*pair})) for pair in each if len(pair) == 2})
-        dtypes, whose = rows.setdefault((made, window, *map(", ".join, (one, both))), ({}, {}))
+    for (made_text, window, dtype, activation), format_sets in formats_by_key.items():
+        one = sorted(first for first, *second in format_sets if not second)
+        both = sorted({" beside ".join(sorted({*pair})) for pair in format_sets if len(pair) == 2})
+        dtypes, whose = rows.setdefault((made_text, window, *map(", ".join, (one, both))), ({}, {}))
         dtypes[dtype], whose[activation and f"`{activation}`"] = None, None
     lines = [
-        (made, ", ".join(whose), ", ".join(dtypes), window, one or "none", both or "none")
-        for (made, window, one, both), (dtypes, whose) in rows.items()
+        (made_text, ", ".join(whose), ", ".join(dtypes), window, one or "none", both or "none")
+        for (made_text, window, one, both), (dtypes, whose) in rows.items()
     ]
     head = ("of", "activations", "from", "window", "to, one direction", "to, both directions")
     return table(head, sorted(lines, key=lambda line: (*line[:3], line[3] == ROW, *line[3:])))
@@ -884,15 +884,15 @@ def sources() -> list[str]:
 def _made(source: Source) -> str:
     """The words for a source of floats, whichever the activation."""
     if isinstance(source, NormSource):
-        words = "a norm of a sum" if source.added else "a norm"
-        return words + "; the floats, too" * source.floats
+        text = "a norm of a sum" if source.added else "a norm"
+        return text + "; the floats, too" * source.floats
     if isinstance(source, GatedPairSource):
         return "gates and ups, two arrays"
     assert isinstance(source, GatedSource | GradientSource)
-    words = "gates and ups, " + ("by turns" if source.interleaved else "all gates first")
+    text = "gates and ups, " + ("by turns" if source.interleaved else "all gates first")
     if isinstance(source, GatedSource):
-        return words + "; the floats, too" * source.floats
-    return words + ": the gradient" + "; sums of columns, too" * source.sums
+        return text + "; the floats, too" * source.floats
+    return text + ": the gradient" + "; sums of columns, too" * source.sums
 
 
 # ---- where they stand ----------------------------------------------------------------------------
@@ -952,9 +952,11 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 def written(text: str) -> str:
     """A document with the tables that it keeps between comments written anew."""
     pattern = r"(<!-- (\w+): written by python -m docs.tables -->\n).*?(<!-- /\2 -->)"
-    return re.sub(
-        pattern, lambda m: m[1] + "\n".join(TABLES[m[2]]()) + f"\n{m[3]}", text, flags=re.DOTALL
-    )
+
+    def one(match: re.Match[str]) -> str:
+        return "\n".join([match[1], *TABLES[match[2]](), match[3]])
+
+    return re.sub(pattern, one, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def main() -> None:
         export(options.folder, options.platforms)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            for what in ("export", "run"):
-                subprocess.run([sys.executable, __file__, what, folder], check=True)
+            for command in ("export", "run"):
+                subprocess.run([sys.executable, __file__, command, folder], check=True)
 
 
 if __name__ == "__main__":

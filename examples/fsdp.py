@@ -59,12 +59,12 @@ def make_step(way: str, split: NamedSharding, rate: float = 0.05):
 
 def moved(program: str) -> dict[str, int]:
     """Bytes of the results of each kind of collective in a compiled program, by its type."""
-    found: collections.Counter[str] = collections.Counter()
-    for types, kind in re.findall(MOVES, program):
+    counts: collections.Counter[str] = collections.Counter()
+    for types, op in re.findall(MOVES, program):
         for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", types):
             size = BYTES.get(dtype, 0)  # others are not moved here
-            found[f"{kind} {dtype}"] += math.prod(map(int, shape.split(","))) * size
-    return dict(found)
+            counts[f"{op} {dtype}"] += math.prod(map(int, shape.split(","))) * size
+    return dict(counts)
 
 
 def train(way: str, steps: int) -> tuple[float, dict[str, int]]:
@@ -95,7 +95,7 @@ def main() -> None:
     table = Table("way", "last loss", "moved in a step, bytes")
     for way in ("floats gathered", "codes gathered"):
         value, bytes_ = train(way, options.steps)
-        said = "\n".join(f"{kind}: {count:,}" for kind, count in sorted(bytes_.items()))
+        said = "\n".join(f"{op}: {count:,}" for op, count in sorted(bytes_.items()))
         table.add_row(way, f"{value:.6f}", said, end_section=True)
     Console().print(table)
     if jax.default_backend() == "cpu":

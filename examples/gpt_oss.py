@@ -60,10 +60,10 @@ def router_of(folder: Path, layer: int) -> tuple[jax.Array, jax.Array]:
 def feed_forward(x, router, bias, experts, recipe):
     """(T, D) of tokens (T, D); and the experts that were chosen, with their weights."""
     logits = x.astype(jnp.float32) @ router.T.astype(jnp.float32) + bias.astype(jnp.float32)
-    found, chosen = jax.lax.top_k(logits, CHOICES)
-    weights = jax.nn.softmax(found)
-    how = {"activation": "gpt_oss", "interleaved": True, "recipe": recipe}
-    return jax_mx.moe(x, chosen, weights, **experts._asdict(), **how), chosen, weights
+    top, chosen = jax.lax.top_k(logits, CHOICES)
+    weights = jax.nn.softmax(top)
+    options = {"activation": "gpt_oss", "interleaved": True, "recipe": recipe}
+    return jax_mx.moe(x, chosen, weights, **experts._asdict(), **options), chosen, weights
 
 
 def in_float64(x, chosen, weights, experts) -> np.ndarray:
@@ -88,8 +88,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--recipe", default="bf16", help="of tokens; mxfp8 quantizes them, too")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = options.folder or Path(made)
+    with tempfile.TemporaryDirectory() as made_folder:
+        folder = options.folder or Path(made_folder)
         if options.folder is None:
             make_checkpoint(folder)
         experts = jax_mx.gpt_oss.load_experts(folder, options.layer)

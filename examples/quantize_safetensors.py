@@ -48,8 +48,8 @@ def make_model(path: Path) -> None:
     shapes |= {"mlp.down": (512, 2048), "norm": (512,)}
     for layer in range(2):
         for name, shape in shapes.items():
-            key, own = jax.random.split(key)
-            x = jax.random.normal(own, shape, jnp.bfloat16) * shape[-1] ** -0.5
+            key, key_of_x = jax.random.split(key)
+            x = jax.random.normal(key_of_x, shape, jnp.bfloat16) * shape[-1] ** -0.5
             tensors[f"{layer}.{name}"] = x
     tensors["embed"] = jax.random.normal(key, (1000, 512), jnp.bfloat16)
     jax_mx.save_safetensors(tensors, path)
@@ -59,20 +59,20 @@ def quantize_file(source: Path, target: Path, format: str, keep: str) -> Table:
     """Writes the quantized tensors; a row for each."""
     table = Table("tensor", "shape", "bytes", "became", "SNR, dB", title=f"{source.name}: {format}")
     quantize = jax.jit(jax_mx.quantize, static_argnames="format")
-    found: dict[str, jax.Array | jax_mx.MXArray] = {}
+    arrays: dict[str, jax.Array | jax_mx.MXArray] = {}
     before = after = 0
     for name, x in track(jax_mx.load_safetensors(source).items(), "quantizing", transient=True):
         assert not isinstance(x, jax_mx.MXArray), f"{name} is quantized already"
-        found[name] = q = x
+        arrays[name] = q = x
         lost = obstacle(name, x, keep)
         if not lost:
-            found[name] = q = quantize(x, format=format)
+            arrays[name] = q = quantize(x, format=format)
             lost = f"{snr(x, q):.1f}"
         before, after = before + x.nbytes, after + q.nbytes
         table.add_row(name, " x ".join(map(str, x.shape)), f"{x.nbytes:,}", f"{q.nbytes:,}", lost)
     table.add_section()
     table.add_row("all", "", f"{before:,}", f"{after:,}", f"{after / before:.2f} of the bytes")
-    jax_mx.save_safetensors(found, target, notes={"quantized from": source.name})
+    jax_mx.save_safetensors(arrays, target, notes={"quantized from": source.name})
     return table
 
 

@@ -92,10 +92,10 @@ def main() -> None:
     with Progress(*columns, console=console) as progress:
         losses = {name: train(name, f, options.steps, progress) for name, f in products.items()}
     table = Table("products", "first loss", "last loss", "against bfloat16")
-    last = {name: sum(each[-10:]) / len(each[-10:]) for name, each in losses.items()}
-    for name, each in losses.items():
+    last = {name: sum(curve[-10:]) / len(curve[-10:]) for name, curve in losses.items()}
+    for name, curve in losses.items():
         against = f"{last[name] / last['bfloat16'] - 1:+.2%}"
-        table.add_row(name, f"{each[0]:.4f}", f"{last[name]:.4f}", against)
+        table.add_row(name, f"{curve[0]:.4f}", f"{last[name]:.4f}", against)
     console.print(table)
 
 

@@ -43,8 +43,8 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: (rows, LENGTH, WIDTH)."""
         heads = self.attend(self.norms[0](x)).reshape(*x.shape[:2], 3, HEADS, -1)
-        own = jax.nn.dot_product_attention(*jnp.moveaxis(heads, 2, 0), is_causal=True)
-        x = x + self.back(own.reshape(x.shape))
+        attention = jax.nn.dot_product_attention(*jnp.moveaxis(heads, 2, 0), is_causal=True)
+        x = x + self.back(attention.reshape(x.shape))
         tokens = self.norms[1](x).reshape(-1, WIDTH)
         weights, experts = jax.lax.top_k(jax.nn.softmax(self.router(tokens)), CHOSEN)
         stacks = [w[...].astype(jnp.bfloat16) for w in self.stacks]
@@ -83,12 +83,12 @@ def train(recipe: str, steps: int, resume: bool, progress: Progress) -> list[flo
     n, axes = jax.device_count(), ("data", "expert")
     experts, count = int(np.gcd(n, EXPERTS)), -(-ROWS // n) * n  # as many rows on each device
     mesh = jax.make_mesh((n // experts, experts), axes, axis_types=(AxisType.Auto,) * 2)
-    place = lambda *names: NamedSharding(mesh, PartitionSpec(*names))  # noqa: E731
+    sharded = lambda *names: NamedSharding(mesh, PartitionSpec(*names))  # noqa: E731
     with jax.set_mesh(mesh), ocp.CheckpointManager(Path(f"train_moe/{recipe}").resolve()) as files:
         model = Model(RECIPES[recipe], "expert" if mesh.size > 1 else None, nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
         both, losses = (model, optimizer), np.zeros(0)
-        split = lambda a: jax.device_put(a, place(*("expert",) * (a.ndim == 3)))  # noqa: E731
+        split = lambda a: jax.device_put(a, sharded(*("expert",) * (a.ndim == 3)))  # noqa: E731
         state = jax.tree.map(split, nnx.state(both))  # stacks of experts; all else everywhere
         if resume and (n := files.latest_step()):
             state, losses = files.restore(n, args=ocp.args.StandardRestore([state, np.zeros(n)]))
@@ -96,7 +96,7 @@ def train(recipe: str, steps: int, resume: bool, progress: Progress) -> list[flo
         losses, bar = losses.tolist(), progress.add_task(recipe, total=steps, completed=len(losses))
         for i in range(len(losses), steps):
             starts = np.random.default_rng(i).integers(0, len(text) - LENGTH, (count, 1))
-            rows = jax.device_put(text[starts + np.arange(LENGTH + 1)], place(axes))
+            rows = jax.device_put(text[starts + np.arange(LENGTH + 1)], sharded(axes))
             losses.append(float(step(model, optimizer, rows.astype(jnp.int32))))
             progress.update(bar, advance=1, description=f"{recipe:>6} loss {losses[-1]:.3f}")
         kept = ocp.args.StandardSave([nnx.state(both), np.array(losses)])

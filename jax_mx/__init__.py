@@ -42,6 +42,7 @@ from jax_mx.products.choices import Choice as Choice
 from jax_mx.products.dot_general import dot_general as dot_general
 from jax_mx.products.dot_general import einsum as einsum
 from jax_mx.products.dot_general import matmul as matmul
+from jax_mx.products.dot_general import normed_matmul as normed_matmul
 from jax_mx.products.gathering import gather_weight as gather_weight
 from jax_mx.products.groups import Groups as Groups
 from jax_mx.products.mlp import mlp as mlp
@@ -51,6 +52,7 @@ from jax_mx.products.ragged_dot import ragged_dot as ragged_dot
 from jax_mx.products.recipes import BF16 as BF16
 from jax_mx.products.recipes import MXFP4 as MXFP4
 from jax_mx.products.recipes import MXFP8 as MXFP8
+from jax_mx.products.recipes import MXFP8_FAST as MXFP8_FAST
 from jax_mx.products.recipes import MXFP8_HYBRID as MXFP8_HYBRID
 from jax_mx.products.recipes import MXFP8_ROWS as MXFP8_ROWS
 from jax_mx.products.recipes import MXFP8_WINDOWS as MXFP8_WINDOWS

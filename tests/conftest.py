@@ -32,7 +32,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 # Most of what tests take is XLA compiling for the CPU, which these options make three times faster.
-# What code XLA makes differs, also in the bits of NaNs that floats are converted to: tests marked
+# XLA's code differs with its options, also in the bits of converted NaNs: tests marked
 # `optimized`, which hold bits, compile as users do. So do all tests with --thorough, tests on a
 # GPU, processes that tests start, and programs of several devices: with this code these waited for
 # each other forever, once in a thousand steps of training.
@@ -58,8 +58,8 @@ def _with_quick_options(get_compile_options):
 compiler.get_compile_options = _with_quick_options(compiler.get_compile_options)
 
 
-# What MLIR knows of its dialects is made once for a hundred programs, not anew for each: that takes
-# a third of the time of a small one.
+# MLIR's dialects are loaded once for a hundred programs: loading takes a third of the time of a
+# small one.
 _uses = itertools.count()
 _of_turn = functools.lru_cache(1)(lambda turn, make=mlir.make_ir_context: make())
 mlir.make_ir_context = lambda: _of_turn(next(_uses) // 100)
@@ -246,11 +246,11 @@ def pytest_sessionfinish(session):
         for (name, its_arch, device), outcomes in _outcomes.items():
             if its_arch != arch:
                 continue
-            found = store.find(variants[dsl_of(arch), name], arch)
-            if found is None:
+            binary = store.find(variants[dsl_of(arch), name], arch)
+            if binary is None:
                 continue
             entry = entries.get(name, {})
-            chips = {*entry["executed_on"]} if entry.get("sha256") == found.sha256 else set()
+            chips = {*entry["executed_on"]} if entry.get("sha256") == binary.sha256 else set()
             chips = chips | {device} if all(outcomes) else chips - {device}
-            entries[name] = {"sha256": found.sha256, "executed_on": sorted(chips)}
+            entries[name] = {"sha256": binary.sha256, "executed_on": sorted(chips)}
         verified.write(arch, entries, Path(folder))

@@ -21,7 +21,7 @@ from jax_mx.launch.emulation.memory import Global
 from jax_mx.shipping.shipped import SHIPPED
 
 POISON = 0xA7
-# Those of rows have tests of their own, tests/test_rows.py.
+# Kernels of sources are in their own tests, as tests/test_rows.py.
 FLYDSL = [v for v in SHIPPED if v.implementation == "flydsl" and not v.source]
 
 
@@ -39,7 +39,7 @@ def few(binaries) -> list[tuple]:
 
     def has(binary):
         variant, arch = binary
-        own = {variant.form, variant.dtype, *variant.formats, arch}
+        traits = {variant.form, variant.dtype, *variant.formats, arch}
         for mode in variant.modes:
             there = {
                 "hadamard": mode.hadamard > 0,
@@ -48,13 +48,13 @@ def few(binaries) -> list[tuple]:
                 "flat floats": mode.dequantized and variant.form == LAST,
                 "tiled floats": mode.dequantized and variant.form != LAST,
             }
-            own |= {name for name, is_there in there.items() if is_there}
-        return {(variant.op, each) for each in own} | {(arch, variant.dtype)}
+            traits |= {name for name, is_there in there.items() if is_there}
+        return {(variant.op, trait) for trait in traits} | {(arch, variant.dtype)}
 
     return covering(binaries, has)
 
 
-# Those that tests share by default, as to compile one takes longer than to test it.
+# Tests share these by default, as to compile a kernel takes longer than to test it.
 FEW = few(sorted(binaries_of(FLYDSL), key=lambda binary: binary[1], reverse=True))
 
 
@@ -63,7 +63,7 @@ def each_binary(variants, turn: int | None = None):
 
     With a turn, 0 or 1, of every third one of these.
     """
-    default = [each for each in FEW if each[0] in variants]
+    default = [entry for entry in FEW if entry[0] in variants]
     default = default if turn is None else default[turn::3]
     return pytest.mark.parametrize(
         "variant,arch",
@@ -112,30 +112,31 @@ def words_behind(variant, floats, **options) -> list[np.ndarray]:
     """The block data of a variant with preprocessing: a uint32 per block, as it lies."""
     if not variant.block_data:
         return []
-    made = traced(variant, floats, **options)
-    at, plan = plan_of(made)
-    before, bound = made.eqns[:at], made.eqns[at]
-    words = made.jaxpr.replace(eqns=before, outvars=bound.invars[1:])
-    found = jaxpr_as_fun(made.replace(jaxpr=words))(floats)
+    jaxpr = traced(variant, floats, **options)
+    at, plan = plan_of(jaxpr)
+    before, bound = jaxpr.eqns[:at], jaxpr.eqns[at]
+    prefix = jaxpr.jaxpr.replace(eqns=before, outvars=bound.invars[1:])
+    results = jaxpr_as_fun(jaxpr.replace(jaxpr=prefix))(floats)
     view = plan.view
     lead = bound.invars[0].aval.ndim - view.tail
-    return [np.asarray(a).transpose(*range(lead), *(lead + i for i in view.operand)) for a in found]
+    order = *range(lead), *(lead + i for i in view.operand)
+    return [np.asarray(a).transpose(order) for a in results]
 
 
-def traced(variant, like, **options):
+def traced(variant, abstract, **options):
     """A call's jaxpr, flat: without the functions that the public ops are jitted in."""
     with jax.disable_jit():
-        return jax.make_jaxpr(call(variant, "flydsl", **options))(like)
+        return jax.make_jaxpr(call(variant, "flydsl", **options))(abstract)
 
 
-def plan_of(made) -> tuple:
+def plan_of(jaxpr) -> tuple:
     """The equation of a call's jaxpr that binds a primitive of jax_mx, and its plan.
 
     The equation that computes amaxes of rows for it does not count.
     """
     ((at, plan),) = (
         (i, eqn.params["plan"])
-        for i, eqn in enumerate(made.eqns)
+        for i, eqn in enumerate(jaxpr.eqns)
         if "plan" in eqn.params and "amaxes" not in eqn.primitive.name
     )
     return at, plan
@@ -167,11 +168,11 @@ class Program:
 
     def __init__(self, variant, arch, shape, **options):
         make, _ = op_of(variant, **options)
-        like = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, variant.dtype))
-        made = traced(variant, like, **options)
-        at, plan = plan_of(made)
-        bound, merge = made.eqns[at], plan.view.merge
-        self.dims = [merged(each.aval.shape, merge) for each in (*bound.invars, *bound.outvars)]
+        abstract = jax.eval_shape(make, jax.ShapeDtypeStruct(shape, variant.dtype))
+        jaxpr = traced(variant, abstract, **options)
+        at, plan = plan_of(jaxpr)
+        bound, merge = jaxpr.eqns[at], plan.view.merge
+        self.dims = [merged(var.aval.shape, merge) for var in (*bound.invars, *bound.outvars)]
         self.absent = [plan.signature.number(name) for name in plan.lacks]
         for i in self.absent:
             self.dims.insert(i, ())
@@ -209,7 +210,7 @@ class Program:
             if axis // 3 == entry:
                 of_axis = sums[axis % 3]
                 of_axis[summand] = of_axis.get(summand, 1) * -(-self.extent(*where) // divisor)
-        grid = [sum(each.values()) if each else 1 for each in sums]
+        grid = [sum(terms.values()) if terms else 1 for terms in sums]
         scalars = self.rule["scalars"].reshape(-1, 4).tolist()
         values = [(8, address) for address in addresses]
         values += [(size, self.extent(*where)) for size, *where in scalars]

@@ -86,22 +86,22 @@ def wanted(x, w, sizes=None, *, sums=False, free=False, **_) -> np.ndarray:
         return y
 
 
-def assert_equal(got, want, what=""):
+def assert_equal(got, want, label=""):
     """Equal in got's dtype, NaN where NaN is wanted; names the first bad element."""
     want = want.astype(got.dtype)
     got = np.asarray(got)
     bad = np.argwhere(~((got == want) | (np.isnan(got) & np.isnan(want))))
-    assert got.shape == want.shape, (got.shape, want.shape, what)
+    assert got.shape == want.shape, (got.shape, want.shape, label)
     assert not len(bad), (
-        f"{what}: {len(bad)} of {got.size} differ, first {bad[0]}, last {bad[-1]}: "
+        f"{label}: {len(bad)} of {got.size} differ, first {bad[0]}, last {bad[-1]}: "
         f"{got[tuple(bad[0])]} for {want[tuple(bad[0])]}"
     )
 
 
-def assert_equal_or_flushed(got, want, what=""):
+def assert_equal_or_flushed(got, want, label=""):
     """Equal, but numbers below 2^-126 may be zeros: no manual says that sums keep them."""
     got = np.asarray(got)
-    assert_equal(np.where((got == 0) & (np.abs(want) < 2.0**-126), want, got), want, what)
+    assert_equal(np.where((got == 0) & (np.abs(want) < 2.0**-126), want, got), want, label)
 
 
 def floats(rng, shape, dtype=jnp.bfloat16, most=3):
@@ -109,21 +109,22 @@ def floats(rng, shape, dtype=jnp.bfloat16, most=3):
 
 
 @functools.cache
-def compiled(**how):
-    return jax.jit(functools.partial(by_kernel, **how))
+def compiled(**options):
+    return jax.jit(functools.partial(by_kernel, **options))
 
 
-def check(x, w, sizes=None, implementation="xla", dtype="float32", **how):
+def check(x, w, sizes=None, implementation="xla", dtype="float32", **options):
     """The product is exact; keywords as `by_kernel` has them."""
     poison_memory()
     args = () if sizes is None else (jnp.asarray(sizes, jnp.int32),)
-    y = compiled(implementation=implementation, dtype=dtype, **how)(x, w, *args)
-    assert_equal(y, wanted(x, w, sizes, **how), f"{x.shape} {w.shape} {sizes} {dtype} {how}")
+    y = compiled(implementation=implementation, dtype=dtype, **options)(x, w, *args)
+    label = f"{x.shape} {w.shape} {sizes} {dtype} {options}"
+    assert_equal(y, wanted(x, w, sizes, **options), label)
 
 
-def on_cuda(function=check, **how):
+def on_cuda(function=check, **options):
     """A check, or a product, of the kernel."""
-    return functools.partial(function, implementation="cutedsl", **how)
+    return functools.partial(function, implementation="cutedsl", **options)
 
 
 # ---- on a GPU with kernels ---

@@ -55,8 +55,8 @@ class Running:
     def __init__(self, code: str, *args: str, env: Mapping[str, str] | None = None):
         """Starts it; `env` is the whole environment, by default this one's."""
         self._folder = tempfile.TemporaryDirectory()
-        given = (code, args, dict(os.environ if env is None else env), self._folder.name)
-        self._process = _context().Process(target=_child, args=given, daemon=True)
+        child_args = (code, args, dict(os.environ if env is None else env), self._folder.name)
+        self._process = _context().Process(target=_child, args=child_args, daemon=True)
         self._process.start()
 
     def wait(self, timeout: float) -> tuple[int | None, str, str]:

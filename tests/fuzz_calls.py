@@ -50,19 +50,19 @@ class Case:
     def options(self) -> dict:
         """As jax_mx.quantize takes them, but for the key and signs."""
         call = self.call
-        found = {
+        options = {
             name: getattr(call, name)
             for name in ("format", "axis", "scaling", "scale_layout", "transpose", "value_layout",
                          "window")
         }  # fmt: skip
-        return found | {"zero_scale": call.zero_scale, "block": (32, 32) if call.square else 32}
+        return options | {"zero_scale": call.zero_scale, "block": (32, 32) if call.square else 32}
 
     def wanted(self, x: np.ndarray, key) -> tuple[np.ndarray, np.ndarray]:
         """By the oracle."""
         seeds = None
         if key is not None:
-            words = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
-            seeds = oracle.seeds_of(x.shape, self.call.axis, self.call.square, words)
+            key_bits = np.asarray(jax.random.bits(key, (2,), jnp.uint32))
+            seeds = oracle.seeds_of(x.shape, self.call.axis, self.call.square, key_bits)
         return oracle.quantize(x, self.call, seeds)
 
     def run(self, x, key, **more):

@@ -94,13 +94,13 @@ class Rule:
             insist(any(row[0] == i for row in self.areas), "scratch without a size")
         self.parameters = [[] for _ in range(count)]
         numbers = (self.buffers, len(self.scalars), len(self.maps))
-        for entry, kind, index in rows(get["parameters"], 3):
-            insist(0 <= entry < count and 0 <= kind < 4, "a parameter")
-            insist(1 <= index <= 64 if kind == 3 else 0 <= index < numbers[kind], "a parameter")
-            self.parameters[entry].append((kind, index))
+        for entry, source, index in rows(get["parameters"], 3):
+            insist(0 <= entry < count and 0 <= source < 4, "a parameter")
+            insist(1 <= index <= 64 if source == 3 else 0 <= index < numbers[source], "a parameter")
+            self.parameters[entry].append((source, index))
             insist(len(self.parameters[entry]) <= 48, "parameters")
         usual = [(0, i) for i in range(self.buffers)] + [(1, i) for i in range(len(self.scalars))]
-        self.parameters = [own or usual for own in self.parameters]
+        self.parameters = [entry_parameters or usual for entry_parameters in self.parameters]
 
     def names(self, buffer: int) -> bool:
         return -2 <= buffer < self.buffers
@@ -115,25 +115,25 @@ class Rule:
         count = 0
         while numbers:
             insist(len(numbers) >= 6 and count < 8, "maps")
-            buffer, kind, rank, swizzle, promotion, fill = numbers[:6]
-            insist(0 <= buffer < self.buffers and 0 <= kind < 13 and 1 <= rank <= 5, "a map")
+            buffer, element, rank, swizzle, promotion, fill = numbers[:6]
+            insist(0 <= buffer < self.buffers and 0 <= element < 13 and 1 <= rank <= 5, "a map")
             insist(0 <= swizzle < 7 and 0 <= promotion < 4 and fill in (0, 1), "a map")
-            insist(not (fill == 1 and kind < 6), "NaN for integers")
-            own, numbers = numbers[6 : 6 + 11 * rank - 5], numbers[6 + 11 * rank - 5 :]
-            insist(len(own) == 11 * rank - 5, "maps")
-            dims, strides = rows(own[: 6 * rank], 6), rows(own[6 * rank :], 5)
+            insist(not (fill == 1 and element < 6), "NaN for integers")
+            fields, numbers = numbers[6 : 6 + 11 * rank - 5], numbers[6 + 11 * rank - 5 :]
+            insist(len(fields) == 11 * rank - 5, "maps")
+            dims, strides = rows(fields[: 6 * rank], 6), rows(fields[6 * rank :], 5)
             for buffer_of, _, _, times, divisor, *box in dims + strides:
                 insist(self.names(buffer_of) and times >= 1 and divisor >= 1, "a map's length")
                 insist(all(1 <= n <= 256 for n in box), "a box")
-            row = dims[0][5] * ELEMENTS[kind]
+            row = dims[0][5] * ELEMENTS[element]
             insist(row % 16 == 0 and (swizzle == 0 or row <= SWIZZLED[swizzle]), "a box's row")
-            yield (buffer, kind, swizzle, promotion, fill, dims, strides)
+            yield (buffer, element, swizzle, promotion, fill, dims, strides)
             count += 1
 
     def sizes(self, entry: int) -> list[int]:
         """The sizes of its parameters, in bytes."""
         wide = {0: lambda _: 8, 1: lambda i: self.scalars[i][0], 2: lambda _: 128, 3: lambda n: n}
-        return [wide[kind](index) for kind, index in self.parameters[entry]]
+        return [wide[source](index) for source, index in self.parameters[entry]]
 
 
 def fits(value: int) -> int:
@@ -160,11 +160,11 @@ class Run:
         return product
 
     def size(self, table: list[list[int]], index: int) -> int:
-        own = sorted((row for row in table if row[0] == index), key=lambda row: row[5])
-        if not own:
+        terms = sorted((row for row in table if row[0] == index), key=lambda row: row[5])
+        if not terms:
             return 1
         sums: dict[int, int] = {}
-        for _, buffer, start, stop, divisor, summand in own:
+        for _, buffer, start, stop, divisor, summand in terms:
             n = self.extent(buffer, start, stop)
             insist(n >= 0, "a negative factor")
             sums[summand] = fits(sums.get(summand, 1) * -(-n // divisor))
@@ -187,20 +187,20 @@ class Run:
 
     def encoded(self, index: int) -> bytes:
         """As the stand-in packs a tensor map."""
-        buffer, kind, swizzle, promotion, fill, dims, strides = self.rule.maps[index]
+        buffer, element, swizzle, promotion, fill, dims, strides = self.rule.maps[index]
         address, held, _ = self.buffers[buffer]
         lengths = [self.length(*row[:5]) for row in dims]
         steps = [self.length(*row) for row in strides]
         insist(all(1 <= n <= 2**32 for n in lengths), "a map's dimension")
         insist(all(0 <= n < 2**40 and n % 16 == 0 for n in steps), "a map's stride")
-        reach = ELEMENTS[kind] * lengths[0]
+        reach = ELEMENTS[element] * lengths[0]
         reach += sum((n - 1) * step for n, step in zip(lengths[1:], steps, strict=True))
         insist(reach <= held, "a map beyond its buffer")
         insist(address != 0 and address % 16 == 0, "a map's address")
         rank = len(dims)
         packed = struct.pack(
             "<8BQ5Q4Q5H6x",
-            *(kind, rank, 0, swizzle, promotion, fill, 0, 0, address),
+            *(element, rank, 0, swizzle, promotion, fill, 0, 0, address),
             *lengths + [0] * (5 - rank),
             *steps + [0] * (5 - rank),
             *[row[5] for row in dims] + [0] * (5 - rank),
@@ -236,7 +236,7 @@ class Run:
             2: self.encoded,
             3: bytes,
         }
-        parameters = [values[kind](index) for kind, index in rule.parameters[entry]]
+        parameters = [values[source](index) for source, index in rule.parameters[entry]]
         wide = cluster != [1, 1, 1]
         attributes = ({"4": cluster} if wide else {}) | ({"6": [1, 0, 0]} if early else {})
         return {
@@ -354,15 +354,15 @@ class Case:
             one = [rng.choice((0, 1024, 200_000)), *cluster, rng.choice((0, 1))]
             kernel["settings"] = one * count if self.vendor == "cuda" else [0, 1, 1, 1, 0] * count
         if rng.random() < 0.3:
-            own = rng.randint(1, 2)
+            terms = rng.randint(1, 2)
             first = self.count - self.results
             kernel["scratch"] = [
                 n
-                for _ in range(own)
+                for _ in range(terms)
                 for n in (rng.randrange(first, self.count), rng.choice((0, 1)))
             ]
             kernel["scratch_bytes"] = [
-                n for i in range(own) for _ in range(rng.randint(1, 2)) for n in self.term(i)
+                n for i in range(terms) for _ in range(rng.randint(1, 2)) for n in self.term(i)
             ]
         maps = rng.choice((0, 0, 0, 1, 2)) if self.vendor == "cuda" else 0
         kernel["maps"] = [n for _ in range(maps) for n in self.tensor_map()]
@@ -370,7 +370,7 @@ class Case:
             one = [(0, rng.randrange(self.count)), (3, rng.choice((4, 8, 64)))]
             one += [(1, i) for i in range(number)] + [(2, i) for i in range(maps)]
             rng.shuffle(one)
-            kernel["parameters"] = [n for e in range(count) for own in one for n in (e, *own)]
+            kernel["parameters"] = [n for e in range(count) for row in one for n in (e, *row)]
         for name in OPTIONAL:
             if name in kernel and not kernel[name] and rng.random() < 0.5:
                 del kernel[name]
@@ -381,14 +381,14 @@ class Case:
         rng = self.rng
         here = [i for i in range(self.count) if i not in self.absent]
         buffer = rng.choice(here)
-        kind, rank = rng.choice((0, 9, 7, rng.randrange(13))), rng.choice((1, 2, 2, 3, 4, 5))
+        element, rank = rng.choice((0, 9, 7, rng.randrange(13))), rng.choice((1, 2, 2, 3, 4, 5))
         head = [
             buffer,
-            kind,
+            element,
             rank,
             rng.choice((0, 0, 3)),
             rng.choice((0, 3)),
-            rng.choice((0, int(kind > 5))),
+            rng.choice((0, int(element > 5))),
         ]
         constant = rng.random() < 0.6
         for _ in range(rank):
@@ -437,10 +437,10 @@ class Case:
             inner = kernels[rng.choice([*sorted(kernels)])]
             where = inner if isinstance(inner, dict) else where
         name = rng.choice([*sorted(where), "merge", "absent", "device", "settings", "image"])
-        value, how = where.get(name), rng.random()
-        if how < 0.12:
+        value, chance = where.get(name), rng.random()
+        if chance < 0.12:
             where.pop(name, None)
-        elif how < 0.24:
+        elif chance < 0.24:
             where[name] = rng.choice((1.5, 7, "text", [], {}, (1, 2), {"a": {}}, [1], -1, 2**32))
         elif isinstance(value, list) and value:
             changed = list(value)
@@ -462,7 +462,7 @@ class Case:
         insist(attributes.get("abi") == ABI and type(attributes.get("abi")) is int, "abi")
         kernels = attributes.get("kernels")
         insist(isinstance(kernels, dict) and bool(kernels), "kernels")
-        rules, found = {}, {}
+        rules, binaries = {}, {}
         for chip in sorted(kernels):
             kernel = kernels[chip]
             insist(isinstance(kernel, dict), "a kernel")
@@ -476,10 +476,10 @@ class Case:
                 )
                 insist(whole and images.sha256(image) == kernel["sha256"], "an image")
                 known.add(image)
-                found[chip] = True
+                binaries[chip] = True
             else:
-                found[chip] = kernel["sha256"] in {images.sha256(image) for image in known}
-        insist(any(found.values()), "no binary")
+                binaries[chip] = kernel["sha256"] in {images.sha256(image) for image in known}
+        insist(any(binaries.values()), "no binary")
         device, merge = attributes.get("device", 0), attributes.get("merge", [])
         absent = attributes.get("absent", [])
         insist(isinstance(device, int) and isinstance(merge, list), "a type")
@@ -487,7 +487,7 @@ class Case:
         insist(all(0 <= n < len(merge) for n in merge), "merge")
         insist(absent == sorted(set(absent)) and all(0 <= n < 16 for n in absent), "absent")
         insist(0 <= device < 64, "device")
-        insist(CHIP[self.vendor] in kernels and found[CHIP[self.vendor]], "another chip")
+        insist(CHIP[self.vendor] in kernels and binaries[CHIP[self.vendor]], "another chip")
         rule = rules[CHIP[self.vendor]]
         if self.vendor == "cuda":
             for i in range(len(rule.symbols)):
@@ -502,12 +502,12 @@ class Case:
                 continue
             if i >= self.operands + len(absent) - len(left):
                 break
-            offset, kind, dims = next(here)
-            buffers.append((base + offset, WIDTHS[kind] * product(dims), merged(dims, merge)))
+            offset, element, dims = next(here)
+            buffers.append((base + offset, WIDTHS[element] * product(dims), merged(dims, merge)))
         insist(not left, "absent beyond the operands")
         operands = len(buffers)
-        for offset, kind, dims in here:
-            buffers.append((base + offset, WIDTHS[kind] * product(dims), merged(dims, merge)))
+        for offset, element, dims in here:
+            buffers.append((base + offset, WIDTHS[element] * product(dims), merged(dims, merge)))
         insist(len(buffers) <= 16, "too many buffers")
         return Run(rule, buffers, operands).launch()
 
@@ -532,8 +532,8 @@ def is_whole(image: bytes) -> bool:
         return False
     for i in range(sections_count):
         at = sections + i * section
-        (kind,) = struct.unpack_from("<I", image, at + 4)
-        if kind != 8 and not inside(*struct.unpack_from("<QQ", image, at + 24)):
+        (note_type,) = struct.unpack_from("<I", image, at + 4)
+        if note_type != 8 and not inside(*struct.unpack_from("<QQ", image, at + 24)):
             return False
     return all(
         inside(*(struct.unpack_from("<Q", image, segments + i * width + o)[0] for o in (8, 32)))
@@ -631,7 +631,7 @@ def check(case: Case, handler: Handler, known: set[bytes], launches: int) -> tup
         assert done == (want is not None), f"{done} launches"
         if want is not None:
             last = report["last"] | {
-                "cleared": [n for what, n in report["events"] if what == "clear"]
+                "cleared": [n for event, n in report["events"] if event == "clear"]
             }
             last.pop("entry")
             last["parameters"] = [bytes.fromhex(text) for text in last["parameters"]]
@@ -648,11 +648,11 @@ def main() -> None:
     parser.add_argument("--vendor", default="cuda")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=1000)
-    given = parser.parse_args()
-    handler = Handler(given.extension, given.runtime, given.driver, given.vendor)
+    options = parser.parse_args()
+    handler = Handler(options.extension, options.runtime, options.driver, options.vendor)
     outcomes, known, launches = collections.Counter(), set(), 0
-    for number in range(given.seed, given.seed + given.cases):
-        case = Case(number, given.vendor)
+    for number in range(options.seed, options.seed + options.cases):
+        case = Case(number, options.vendor)
         print(number, end="\r", file=sys.stderr)
         try:
             outcome, launches = check(copy.copy(case), handler, known, launches)

@@ -70,12 +70,29 @@ def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return np.where(less, np.copysign(0, exact), exact).astype(np.float32)
 
 
+def step(f: Callable, wrt: Iterable[int] | None = None) -> Callable:
+    """(*args, dy) -> f(*args) and its gradients, of all arguments or of these."""
+
+    def call(*args):
+        *args, dy = args
+        at = range(len(args)) if wrt is None else wrt
+
+        def of(*some):
+            replaced = dict(zip(at, some, strict=True))
+            return f(*(replaced.get(i, arg) for i, arg in enumerate(args)))
+
+        y, pull = jax.vjp(of, *(args[i] for i in at))
+        return (y, *pull(dy))
+
+    return call
+
+
 def settled(x: np.ndarray) -> np.ndarray:
     """Float32s, with zeros of their sign for subnormal ones."""
     return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x).astype(np.float32)
 
 
-def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=None, **how):
+def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=None, **options):
     """The product of operands as they lie, by the kernel that their shapes ask for.
 
     Args:
@@ -86,23 +103,35 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
         floats first.
       dtype: of the result.
       implementation: the kernel's, or "xla", its reference; None: the kernel where there is one.
-      **how: `window`, `tiles`, `free`, see `ProductPlan`; `tile`: how many rows of x tiles have.
+      **options: `window`, `tiles`, `free`, `narrow`, see `ProductPlan`; `tile`: the rows of a tile
+        of x.
     """
     dtype, grouped = jnp.dtype(dtype), sizes is not None
-    if sums and how.get("window", BLOCK) == BLOCK:
+    if sums and options.get("window", BLOCK) == BLOCK:
         x, w = (swapped_floats(a, isinstance(a, jax_mx.MXArray)) for a in (x, w))
     formats = tuple(q.format for q in (x, w) if isinstance(q, jax_mx.MXArray))
     if sums and formats:
-        plan = kernel_plans.wgrad_plan_of(formats, dtype, how["window"], implementation)
+        plan = kernel_plans.wgrad_plan_of(formats, dtype, options["window"], implementation)
     elif sums:
         plan = kernel_plans.floats_plan_of(x.dtype, dtype, grouped, implementation)
     else:
         groups = w.shape[0] if w.ndim == 3 else 1
-        how["strips"] = kernel_plans.strips_of(groups, w.shape[-1 if how.get("free") else -2])
+        columns = w.shape[-1 if options.get("free") else -2]
+        options["strips"] = kernel_plans.strips_of(groups, columns)
         rows = kernel_plans.rows_of_each(math.prod(x.shape[:-1]), groups)
-        how |= {"grouped": grouped, "implementation": implementation}
-        plan = kernel_plans.plan_of(formats, dtype, rows, **how)
+        options |= {"grouped": grouped, "implementation": implementation}
+        plan = kernel_plans.plan_of(formats, dtype, rows, **options)
     return primitives.by_plan(plan, x, w, sizes)
+
+
+def normed_by_kernel(x, residual, weight, w, product, implementation, eps=0.0):
+    """[y, x + residual] of `normed_matmul`, by a kernel or by its reference."""
+    options = {"implementation": implementation, "eps": eps}
+    plan = ProductPlan(
+        "normed", product.formats, jnp.dtype(jnp.bfloat16), False, product.rows, **options
+    )
+    bind = jax.jit(partial(primitives.products_p["normed"].bind, plan=plan))
+    return bind(x, residual, weight, w.values[None], w.scales[None])
 
 
 # The sources whose floats' amaxes a kernel finds, by their words.
@@ -117,32 +146,40 @@ def amaxes(x, *other, implementation: str, source=X, parts: int = 1):
     then have one in each of so many parts.
     """
     floats = "float32" if x.dtype == jnp.float32 else ""
-    how = {"implementation": implementation, "floats": floats, "source": source, "parts": parts}
-    plan = ProductPlan("amaxes", (), AMAX, False, 128, **how)
+    options = {"implementation": implementation, "floats": floats, "source": source, "parts": parts}
+    plan = ProductPlan("amaxes", (), AMAX, False, 128, **options)
     return amaxes_p.bind(x, *other, plan=plan)
 
 
-def assert_bits_equal(got, want, what: str = "") -> None:
+def assert_bits_equal(got, want, label: str = "") -> None:
     """Same shape, dtype and bits, NaN's included; names the first bad coordinate."""
-    assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
-    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
+    assert got.shape == want.shape, f"{label}: shape {got.shape}, expected {want.shape}"
+    assert got.dtype == want.dtype, f"{label}: dtype {got.dtype}, expected {want.dtype}"
     got_bytes, want_bytes = bytes_of(got), bytes_of(want)
     bad = np.argwhere((got_bytes != want_bytes).any(-1))
     if len(bad):
         at = tuple(int(i) for i in bad[0])
         raise AssertionError(
-            f"{what}: {len(bad)} of {got.size} differ, first at {at}: "
+            f"{label}: {len(bad)} of {got.size} differ, first at {at}: "
             f"0x{got_bytes[at][::-1].tobytes().hex()}, "
             f"expected 0x{want_bytes[at][::-1].tobytes().hex()}"
         )
 
 
-def assert_same_array(got, want, what: str = "") -> None:
+def assert_same(got, want, label: str = "", floats: Callable = assert_bits_equal) -> None:
+    """Trees of arrays are equal: MX arrays in each field, others as `floats` compares them."""
+    is_mx = lambda leaf: isinstance(leaf, jax_mx.MXArray)  # noqa: E731
+    leaves = (jax.tree.leaves(tree, is_leaf=is_mx) for tree in (got, want))
+    for g, w in zip(*leaves, strict=True):
+        (assert_same_array if is_mx(w) else floats)(g, w, label)
+
+
+def assert_same_array(got, want, label: str = "") -> None:
     """Two MXArrays are equal in every byte and every static field."""
     for field in ("format", "axis", "scale_layout", "block", "value_layout", "window"):
-        assert getattr(got, field) == getattr(want, field), f"{what} {field}"
-    assert_bits_equal(got.scales, want.scales, f"{what} scales")
-    assert_bits_equal(got.values, want.values, f"{what} values")
+        assert getattr(got, field) == getattr(want, field), f"{label} {field}"
+    assert_bits_equal(got.scales, want.scales, f"{label} scales")
+    assert_bits_equal(got.values, want.values, f"{label} values")
 
 
 # ---- what serves what ---
@@ -171,8 +208,8 @@ def op_of(variant: Variant, **options) -> tuple[Callable, Callable]:
     if variant.gives_floats:
         dequantized = tuple(mode.dequantized for mode in variant.modes)
         along = {} if form.is_both else {"axis": -2 if form.spans[0] else -1}
-        given = {"formats": variant.formats, "dequantized": dequantized, **along}
-        return lambda x: x, partial(through_codes, **given, **options)
+        fields = {"formats": variant.formats, "dequantized": dequantized, **along}
+        return lambda x: x, partial(through_codes, **fields, **options)
     if form.is_both:
         pair = {"formats": variant.formats, "transpose": (False, turn)}
         return lambda x: x, partial(jax_mx.quantize_both, **pair, **options)
@@ -198,19 +235,19 @@ def preprocessing(
 
     Signs are what `of` makes of NumPy's: known when a call is traced, or jnp.asarray's.
     """
-    found = {"hadamard": [], "rounding": []}
+    options = {"hadamard": [], "rounding": []}
     if variant.window != BLOCK:
         return {"window": variant.window}
     for i, (size, stochastic, *_) in enumerate(variant.modes):
         minus = np.random.default_rng(size).random(size) < 0.5
         hadamard = jax_mx.Hadamard(size, of(minus) if signs else None) if size else None
         rounding = jax_mx.Stochastic(jax.random.key(7 + i), prescale) if stochastic else None
-        found["hadamard"].append(hadamard)
-        found["rounding"].append(rounding)
+        options["hadamard"].append(hadamard)
+        options["rounding"].append(rounding)
     return {
-        name: each[0] if len(each) == 1 else tuple(each)
-        for name, each in found.items()
-        if any(each)
+        name: values[0] if len(values) == 1 else tuple(values)
+        for name, values in options.items()
+        if any(values)
     }
 
 
@@ -259,11 +296,11 @@ _MOVED = re.compile(
 
 def collectives(text: str) -> Counter:
     """The collectives of a compiled program, counted by kind, type and number of elements."""
-    found = Counter()
-    for types, kind in _MOVED.findall(text):
+    counts = Counter()
+    for types, op in _MOVED.findall(text):
         for dtype, shape in re.findall(r"([a-z]+[0-9]+[a-z0-9]*)\[([0-9,]*)\]", types):
-            found[kind, dtype, math.prod(int(n) for n in shape.split(",") if n)] += 1
-    return found
+            counts[op, dtype, math.prod(int(n) for n in shape.split(",") if n)] += 1
+    return counts
 
 
 def lowered(x, f=jax_mx.quantize, platform="cuda", **options) -> str:
@@ -533,10 +570,16 @@ def mesh_shape(spec: object, n: int) -> dict[str, int]:
     return dict(zip(names, sizes, strict=True))
 
 
-def mesh_for(spec: object, devices, kind: AxisType):
+def mesh_of(*lengths, names="ab", axis_type: AxisType = AxisType.Auto, devices=None):
+    """A mesh of the CPU's devices, or of others; a string names an axis by each letter."""
+    devices = (devices or jax.devices("cpu"))[: math.prod(lengths)]
+    names, axis_types = tuple(names[: len(lengths)]), (axis_type,) * len(lengths)
+    return jax.make_mesh(lengths, names, axis_types=axis_types, devices=devices)
+
+
+def mesh_for(spec: object, devices, axis_type: AxisType):
     shape = mesh_shape(spec, len(devices))
-    kinds = (kind,) * len(shape)
-    return jax.make_mesh((*shape.values(),), (*shape,), axis_types=kinds, devices=devices)
+    return mesh_of(*shape.values(), names=(*shape,), axis_type=axis_type, devices=devices)
 
 
 def names_in(entry) -> tuple[str, ...]:
@@ -548,8 +591,8 @@ def only(spec: PartitionSpec, names) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in kept))
 
 
-# What the coordinator of jax.distributed rarely dies of when all is done: a race in the server of
-# gRPC as it ends, see grpc/grpc#27716. Nothing of ours is there any longer then.
+# The coordinator of jax.distributed rarely dies when all is done, by a race in gRPC's server, see
+# grpc/grpc#27716. Nothing of ours is there any longer then.
 GRPC_RACE = "Check failed: queue.Pop() == nullptr"
 
 
@@ -596,6 +639,19 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return str(free.getsockname()[1])
+
+
+def on_two(code: str, *args: str, devices: int = 4, platform: str = "cpu") -> None:
+    """Code has no error in two processes of jax.distributed; `me` is the number of one."""
+    start = """
+        me = int(sys.argv[1])
+        ids = {"local_device_ids": [me]} if GPU else {}
+        jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, me, **ids)
+    """
+    start = textwrap.dedent(start).replace("GPU", str(platform == "gpu"))
+    code = start + textwrap.dedent(code) + '\nprint("right")'
+    out = on_eight(code, free_port(), *args, processes=2, devices=devices, platform=platform)
+    assert [output.splitlines()[-1] for output in out] == ["right"] * 2  # Gloo talks, too
 
 
 def cached_in(folder: str) -> list[str]:

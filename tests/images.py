@@ -16,9 +16,9 @@ def sha256(image: bytes) -> str:
 def elf(machine: int, flags: int, sections: Sequence[tuple[int, bytes]]) -> bytes:
     """A 64-bit ELF file of sections (kind, contents), whose headers end the file."""
     body, headers = b"", struct.pack("<IIQQQQIIQQ", *[0] * 10)
-    for kind, contents in sections:
+    for section, contents in sections:
         headers += struct.pack(
-            "<IIQQQQIIQQ", 0, kind, 0, 0, 64 + len(body), len(contents), 0, 0, 1, 0
+            "<IIQQQQIIQQ", 0, section, 0, 0, 64 + len(body), len(contents), 0, 0, 1, 0
         )
         body += contents + b"\0" * (-len(contents) % 8)
     ident = b"\x7fELF\x02\x01\x01" + b"\0" * 9
@@ -44,9 +44,9 @@ def amd(kernels: Mapping[str, Sequence[int]], mach: int) -> bytes:
     for symbol, sizes in kernels.items():
         args, end = [], 0
         for i, size in enumerate(sizes):
-            kind = "global_buffer" if size == 8 and i < 3 else "by_value"
+            value_kind = "global_buffer" if size == 8 and i < 3 else "by_value"
             at = -(-end // size) * size
-            args.append({".offset": at, ".size": size, ".value_kind": kind})
+            args.append({".offset": at, ".size": size, ".value_kind": value_kind})
             end = at + size
         names = {".name": symbol, ".symbol": f"{symbol}.kd", ".wavefront_size": 64}
         listed.append({".args": args, ".kernarg_segment_size": end, **names})

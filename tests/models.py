@@ -20,19 +20,19 @@ class Linen(linen.Module):
     @linen.compact
     def __call__(self, x):
         """x: (batch, tokens, 64)."""
-        own = {"dot_general": self.dot_general, "use_bias": True}
-        h = linen.relu(linen.Dense(128, **own)(x))
-        h = linen.DenseGeneral((4, 16), **own)(h)
-        return x + linen.DenseGeneral(64, axis=(-2, -1), **own)(linen.relu(h))
+        options = {"dot_general": self.dot_general, "use_bias": True}
+        h = linen.relu(linen.Dense(128, **options)(x))
+        h = linen.DenseGeneral((4, 16), **options)(h)
+        return x + linen.DenseGeneral(64, axis=(-2, -1), **options)(linen.relu(h))
 
 
 class Nnx(nnx.Module):
     """Linear, LinearGeneral to heads, Einsum from heads."""
 
     def __init__(self, dot_general: Any, einsum: Any, rngs: nnx.Rngs):
-        own = {"dot_general": dot_general, "rngs": rngs}
-        self.up = nnx.Linear(64, 128, **own)
-        self.heads = nnx.LinearGeneral(128, (4, 16), **own)
+        options = {"dot_general": dot_general, "rngs": rngs}
+        self.up = nnx.Linear(64, 128, **options)
+        self.heads = nnx.LinearGeneral(128, (4, 16), **options)
         self.down = nnx.Einsum("bshd,hdo->bso", (4, 16, 64), einsum_op=einsum, rngs=rngs)
 
     def __call__(self, x):
@@ -48,13 +48,14 @@ class Block(nnx.Module):
     """Attention and a perceptron; attention's own products stay floats, as recipes have it."""
 
     def __init__(self, dot_general: Any, rngs: nnx.Rngs):
-        own = {"dot_general": dot_general, "rngs": rngs, "dtype": jnp.bfloat16, "use_bias": False}
+        options = {"dot_general": dot_general, "rngs": rngs}
+        options |= {"dtype": jnp.bfloat16, "use_bias": False}
         size = WIDTH // HEADS
         self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs, dtype=jnp.bfloat16) for _ in "ab"])
-        self.qkv = nnx.LinearGeneral(WIDTH, (3, HEADS, size), **own)
-        self.out = nnx.LinearGeneral((HEADS, size), WIDTH, axis=(-2, -1), **own)
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, **own)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, **own)
+        self.qkv = nnx.LinearGeneral(WIDTH, (3, HEADS, size), **options)
+        self.out = nnx.LinearGeneral((HEADS, size), WIDTH, axis=(-2, -1), **options)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, **options)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, **options)
 
     def __call__(self, x):
         """x: (batch, tokens, width)."""

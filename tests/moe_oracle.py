@@ -20,8 +20,8 @@ def taken(x, axis, use, blocks, dtype):
     """
     x = np.asarray(x, np.float64)
     if use.format is None:
-        found = rounded(rounded(x, dtype), jnp.bfloat16)
-        return np.pad(found, [(0, -x.shape[0] % 32), (0, 0)]) if axis == FIRST else found
+        floats = rounded(rounded(x, dtype), jnp.bfloat16)
+        return np.pad(floats, [(0, -x.shape[0] % 32), (0, 0)]) if axis == FIRST else floats
     unit = max(32, use.hadamard.size if use.hadamard else 0)
     pads = [(0, -n % unit) for n in x.shape]
     block = (32, 32) if blocks.square else 32
@@ -31,9 +31,9 @@ def taken(x, axis, use, blocks, dtype):
         **({} if blocks.square else {"axis": axis, "transpose": axis == FIRST}),
         implementation="xla",
     )  # fmt: skip
-    found = np.asarray(q.dequantize(jnp.float32), np.float64)
-    found = found.T if axis == FIRST and not blocks.square else found
-    return found[:, : x.shape[1]] if axis == FIRST else found[: x.shape[0]]
+    floats = np.asarray(q.dequantize(jnp.float32), np.float64)
+    floats = floats.T if axis == FIRST and not blocks.square else floats
+    return floats[:, : x.shape[1]] if axis == FIRST else floats[: x.shape[0]]
 
 
 def rounded(x, dtype):
@@ -91,10 +91,10 @@ class Layer:
     def __call__(self, x, experts, weights, w1, w2, b1, b2, dy):
         """(y, the gradients of x, weights, w1, w2, b1, b2), float64."""
         products, dtype = Products(self.recipe, self.dtype), self.dtype
-        how = self.activation, self.interleaved
+        options = self.activation, self.interleaved
         y, dx = np.zeros((x.shape[0], w2.shape[2])), np.zeros(x.shape)
-        found = [np.zeros(a.shape) for a in (weights, w1, w2, b1, b2)]
-        dweights, dw1, dw2, db1, db2 = found
+        gradients = [np.zeros(a.shape) for a in (weights, w1, w2, b1, b2)]
+        dweights, dw1, dw2, db1, db2 = gradients
         for e in range(w1.shape[0]):
             t, j = np.nonzero(experts == e)
             if not len(t):
@@ -103,7 +103,7 @@ class Layer:
             gate_up = rounded(products.forward(rows, w1[e]), dtype)
             gate_up = rounded(gate_up + b1[e], dtype)
             scales = np.float32(scale)
-            act = rounded(activated(np.float32(gate_up), scales, *how), dtype)
+            act = rounded(activated(np.float32(gate_up), scales, *options), dtype)
             np.add.at(y, t, rounded(products.forward(act, w2[e]), dtype))
             np.add.at(y, t, scale[:, None] * b2[e])
             kept = gate_up
@@ -112,7 +112,7 @@ class Layer:
                 kept = np.asarray(q.dequantize(dtype), np.float64)
             dact = rounded(products.dgrad(dy[t], w2[e]), dtype)
             again, dgate_up, dscale = activated_and_gradients(
-                np.float32(kept), scales, np.float32(dact), *how
+                np.float32(kept), scales, np.float32(dact), *options
             )
             dgate_up = rounded(dgate_up, dtype)
             dweights[t, j] = np.asarray(dscale) + dy[t] @ b2[e]
@@ -121,4 +121,4 @@ class Layer:
             np.add.at(dx, t, rounded(products.dgrad(dgate_up, w1[e]), dtype))
             dw1[e] = products.wgrad(rows, dgate_up)
             db1[e] = dgate_up.sum(0)
-        return y, (dx, *found)
+        return y, (dx, *gradients)

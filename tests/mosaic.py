@@ -82,7 +82,7 @@ def _teach() -> None:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 
     interpret, ended = jaxpr_interpret.JaxprInterpreter.interpret, shared_memory.Barrier.deallocate
-    memory, own = gpu_callbacks._get_shared_memory, threading.local()
+    memory, local = gpu_callbacks._get_shared_memory, threading.local()
     copy, multiply = gpu_callbacks.TcGen05Copy.__call__, gpu_callbacks.TcGen05Mma.__call__
 
     def interpreted(self, jaxpr, token, *args):
@@ -91,12 +91,12 @@ def _teach() -> None:
         return interpret(self, jaxpr.replace(eqns=eqns), token, *args)
 
     def seeing(changes, call, *args):
-        own.seen = _Seen(memory(), changes)
+        local.seen = _Seen(memory(), changes)
         try:
             with np.errstate(invalid="ignore"):  # infinity times zero
                 return call(*args)
         finally:
-            own.seen = None
+            local.seen = None
 
     def copied(self, *args):
         return seeing({self.smem_key: placed}, copy, self, *args)
@@ -137,7 +137,7 @@ def _teach() -> None:
 
     shared_memory.Barrier.deallocate = deallocated
     gpu_callbacks._pad_to_requested = padded
-    gpu_callbacks._get_shared_memory = lambda: getattr(own, "seen", None) or memory()
+    gpu_callbacks._get_shared_memory = lambda: getattr(local, "seen", None) or memory()
     jaxpr_interpret.JaxprInterpreter.interpret = interpreted
     gpu_callbacks.TcGen05Copy.__call__ = copied
     gpu_callbacks.TcGen05Mma.__call__ = multiplied

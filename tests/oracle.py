@@ -171,8 +171,8 @@ def mixed(x: np.ndarray) -> np.ndarray:
 def noise_of(seeds: np.ndarray, elements: int) -> np.ndarray:
     """16 bits for each element of a block, from its uint32 seed: (..., elements)."""
     j = np.arange(elements // 2, dtype=np.uint32) * np.uint32(0x9E3779B9)
-    words = mixed(mixed(seeds)[..., None] ^ j)
-    return np.stack([words & 0xFFFF, words >> 16], -1).reshape(*seeds.shape, elements)
+    bits = mixed(mixed(seeds)[..., None] ^ j)
+    return np.stack([bits & 0xFFFF, bits >> 16], -1).reshape(*seeds.shape, elements)
 
 
 def seeds_of(shape: tuple[int, ...], axis: int, square: bool, key: np.ndarray) -> np.ndarray:
@@ -346,8 +346,8 @@ def dequantize(values, scales, shape, call: Call, dtype: str = "float32") -> np.
         infinite = (magnitude == 0x7C) & (format.mantissa_bits == 2)
     table = values_of(np.arange(1 << (format.width - 1)), format.mantissa_bits, format.bias)
     floats = np.ldexp(table[magnitude], scales - 127)
-    found = bits_of(np.where(infinite, np.inf, floats), sign, nan, dtype)
-    return np.moveaxis(found, -1, axis)
+    rounded = bits_of(np.where(infinite, np.inf, floats), sign, nan, dtype)
+    return np.moveaxis(rounded, -1, axis)
 
 
 @anything
@@ -383,35 +383,35 @@ def _hard_blocks(rng: np.random.Generator, count: int, dtype: str) -> np.ndarray
     mantissa = {"float32": 23, "bfloat16": 7, "float16": 10}[dtype]
     fields = 1 << (width - 1 - mantissa)  # of exponents; the last one is NaN's
     shape, one = (count, BLOCK), np.int64(1)
-    kind = rng.integers(0, 10, (count, 1))
+    choice = rng.integers(0, 10, (count, 1))
     top = rng.integers(0, fields - 1, (count, 1))  # the exponent field of the amax
     fraction = rng.integers(0, one << mantissa, shape)
     # 0: any bits. 1: one exponent and few below it.
     bits = rng.integers(0, one << (width - 1), shape)
     near = np.maximum(top - rng.integers(0, 6, shape), 0) << mantissa | fraction
-    bits = np.where(kind == 1, near, bits)
+    bits = np.where(choice == 1, near, bits)
     # 2, 3: ties of formats with 1, 2 or 3 bits, some of them off by one; far below the amax too.
     kept = np.int64(mantissa) - rng.integers(2, 6, shape)
     tie = fraction >> kept << kept
     tie = (np.maximum(top - rng.integers(0, 20, shape), 0) << mantissa | tie) + np.where(
         rng.random(shape) < 0.3, rng.integers(-1, 2, shape), 0
     )
-    bits = np.where((kind == 2) | (kind == 3), np.maximum(tie, 0), bits)
+    bits = np.where((choice == 2) | (choice == 3), np.maximum(tie, 0), bits)
     # 4, 5: the amax at an edge of a rule of scales, the rest below it.
     edges = np.array([0, 0x400000, 0x600000, 0x680000, 0x700000, 0x780000, 0x7FFFFF])
     edge = (rng.choice(edges, (count, 1)) >> (23 - mantissa)) + rng.integers(-2, 4, (count, 1))
     amax = np.clip((top << mantissa) + edge, 0, (fields - 1) * (one << mantissa) - 1)
     below = np.where(rng.random(shape) < 0.3, amax, rng.integers(0, amax + 1, shape))
     below[np.arange(count), rng.integers(0, BLOCK, count)] = amax[:, 0]
-    bits = np.where((kind == 4) | (kind == 5), below, bits)
+    bits = np.where((choice == 4) | (choice == 5), below, bits)
     # 6: subnormals and the least normal ones. 7: zeros. 8: about the largest finite number.
-    bits = np.where(kind == 6, rng.integers(0, one << (mantissa + 2), shape), bits)
-    bits = np.where((kind == 7) | (rng.random(shape) < 0.02), 0, bits)
+    bits = np.where(choice == 6, rng.integers(0, one << (mantissa + 2), shape), bits)
+    bits = np.where((choice == 7) | (rng.random(shape) < 0.02), 0, bits)
     end = (fields - 1) << mantissa
-    bits = np.where(kind == 8, end - 1 - rng.integers(0, one << (mantissa - 2), shape), bits)
+    bits = np.where(choice == 8, end - 1 - rng.integers(0, one << (mantissa - 2), shape), bits)
     # 9: a NaN or an infinity among numbers.
     special = end + np.where(rng.random(shape) < 0.5, 0, fraction)
-    bits = np.where((kind == 9) & (rng.random(shape) < 0.1), special, np.minimum(bits, end + 1))
-    bits = np.where((kind == 9) & (bits > end), special, bits)
+    bits = np.where((choice == 9) & (rng.random(shape) < 0.1), special, np.minimum(bits, end + 1))
+    bits = np.where((choice == 9) & (bits > end), special, bits)
     bits = bits | rng.integers(0, 2, shape) << (width - 1)
     return bits.astype(f"uint{width}")

@@ -12,11 +12,13 @@ from conftest import arch_here
 from helpers import (
     assert_bits_equal,
     assert_refused,
+    assert_same,
     assert_same_array,
     call,
     call_attributes_in,
     for_any_address,
     in_turn,
+    mesh_of,
     poison_memory,
     product,
     random_bits,
@@ -122,28 +124,29 @@ def table(name: str, slope: bool = False) -> np.ndarray:
     some = np.where(np.isfinite(gate), gate, 0)
     if slope:
         some = settled(np.where(np.isinf(gate), np.sign(gate) * 1e30, some))
-    found = exact_slope(some, name)[0] if slope else exact(some, name)
+    values = exact_slope(some, name)[0] if slope else exact(some, name)
     if rounding is not None:
-        fraction, exponent = np.frexp(np.where(found == 0, 1, np.abs(found)))
+        fraction, exponent = np.frexp(np.where(values == 0, 1, np.abs(values)))
         units = (2 * fraction - 1) * 2**23
         kept = np.floor((units + rounding.up) / rounding.cell) * rounding.cell
-        rounded = np.copysign(np.ldexp(1 + kept / 2**23, exponent - 1), found)
-        found = np.where(np.abs(found) < LEAST, found, rounded)
+        rounded = np.copysign(np.ldexp(1 + kept / 2**23, exponent - 1), values)
+        values = np.where(np.abs(values) < LEAST, values, rounded)
     with np.errstate(over="ignore"):
-        found = settled(found)
+        values = settled(values)
     if slope:
         if row.unary not in ("relu", "relu2", "identity"):
-            found = np.where((found == 0) & (gate < -2), np.float32(-0.0), found)  # it falls there
-        found = np.where((gate == np.inf) & (row.unary == "relu2"), np.inf, found)
+            falls = (values == 0) & (gate < -2)
+            values = np.where(falls, np.float32(-0.0), values)
+        values = np.where((gate == np.inf) & (row.unary == "relu2"), np.inf, values)
         defined = ~np.isnan(gate) | (row.unary == "identity")
-        return np.where(defined, found, np.nan).astype(np.float32)
-    # Of infinite gates what the formula has: inf * 0 is a NaN.
+        return np.where(defined, values, np.nan).astype(np.float32)
+    # Infinite gates have the formula's limits: inf * 0 is a NaN.
     high = np.float32(cut(np.inf, name)) if np.isfinite(cut(np.inf, name)) else np.float32(np.inf)
     if np.isfinite(high):
-        high = found[np.flatnonzero(gate == high)[0]]
+        high = values[np.flatnonzero(gate == high)[0]]
     low = np.float32({"relu": 0, "relu2": 0, "identity": -np.inf}.get(row.unary, np.nan))
-    found = np.where(gate == np.inf, high, np.where(gate == -np.inf, low, found))
-    return np.where(np.isnan(gate), np.nan, found).astype(np.float32)
+    values = np.where(gate == np.inf, high, np.where(gate == -np.inf, low, values))
+    return np.where(np.isnan(gate), np.nan, values).astype(np.float32)
 
 
 def without(x: np.ndarray, bits: int) -> np.ndarray:
@@ -200,7 +203,7 @@ def wanted_gradient(gate_up, dy, name="swiglu", weights=None) -> np.ndarray:
             up = settled(up[0].astype(np.float32))
             inside = np.where((np.abs(up) > 7) & (name == "gpt_oss"), 0, 1).astype(np.float32)
             by = [product(by[0], settled(factor(up, name))), settled(table(name)[bits] * inside)]
-        return np.concatenate([product(dy, each) for each in by], -1).astype(jnp.bfloat16)
+        return np.concatenate([product(dy, slope) for slope in by], -1).astype(jnp.bfloat16)
 
 
 def sums_of(x) -> np.ndarray:
@@ -212,19 +215,16 @@ def sums_of(x) -> np.ndarray:
     return sums[:, 0]
 
 
-def same_floats(got, want, what="") -> None:
+def same_floats(got, want, label="") -> None:
     """Bits, but for which NaN."""
     got, want = np.asarray(got), np.asarray(want)
     nan = np.isnan(want.astype(np.float32))
-    assert (np.isnan(got.astype(np.float32)) == nan).all(), what
+    assert (np.isnan(got.astype(np.float32)) == nan).all(), label
     assert_bits_equal(np.where(nan, 0, got).astype(got.dtype), np.where(nan, 0, want).astype(
-        want.dtype), what)  # fmt: skip
+        want.dtype), label)  # fmt: skip
 
 
-def same(got, want, what="") -> None:
-    got, want = ([*r] if isinstance(r, tuple | list) else [r] for r in (got, want))
-    for g, w in zip(got, want, strict=True):
-        (assert_same_array if isinstance(w, jax_mx.MXArray) else same_floats)(g, w, what)
+same = functools.partial(assert_same, floats=same_floats)
 
 
 def every_gate(length: int = 128, dtype="bfloat16") -> np.ndarray:
@@ -262,8 +262,8 @@ def off(got, want, bits: int, least: float):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", ROUNDED)
-@pytest.mark.parametrize("what", ["part", "slope"])
-def test_no_gate_is_near_a_tie(what, name):
+@pytest.mark.parametrize("rounded", ["part", "slope"])
+def test_no_gate_is_near_a_tie(rounded, name):
     """A number before rounding is further from a tie than a chip's exponential and reciprocal err.
 
     They err by 2^-20.5 of the number. Where exp(-z) counts, they err by 2^-22.5 z more, or by
@@ -272,14 +272,14 @@ def test_no_gate_is_near_a_tie(what, name):
     """
     gate = doubles(EVERY)
     gate = gate[np.isfinite(gate)]
-    value, size = (exact(gate, name),) * 2 if what == "part" else exact_slope(gate, name)
+    value, size = (exact(gate, name),) * 2 if rounded == "part" else exact_slope(gate, name)
     value, size = np.abs(value), np.abs(size)
     unary, x = ACTIVATIONS[name].unary, np.minimum(cut(gate, name), 0)
     with np.errstate(over="ignore"):
         z = np.abs(x * x / 2 if unary == "gelu_erf" else EXPONENTS[unary][0](x))
     some = value >= LEAST
     value, size, z = value[some], size[some], z[some]
-    rounding = getattr(ACTIVATIONS[name].rounding, what)
+    rounding = getattr(ACTIVATIONS[name].rounding, rounded)
     fraction, _ = np.frexp(value)
     units = (2 * fraction - 1) * 2**23
     away = np.abs((units + rounding.up) % rounding.cell)
@@ -327,8 +327,8 @@ def test_the_gradient_is_defined(name):
     pull = lambda x, dy, w: jax.vjp(lambda x: jax_mx.gated(x, name, weights=w), x)[1](dy)[0]  # noqa: E731
     for w in (None, weights):
         want = wanted_gradient(x, dy, name, w)
-        own = jax_mx.Gated(name, w, gradient=dy)
-        got = jax.jit(lambda x, own: jax_mx.quantize_both(x, activation=own))(x, own)
+        gated = jax_mx.Gated(name, w, gradient=dy)
+        got = jax.jit(lambda x, gated: jax_mx.quantize_both(x, activation=gated))(x, gated)
         same(got, jax_mx.quantize_both(want))
         # XLA computes the derivative with subnormals, where a device has them.
         large = np.abs(want.astype(np.float32)) > LEAST
@@ -347,10 +347,10 @@ def test_the_float_is_near_the_exact_number(name):
         ("float32", 24, LEAST, 0.51),
     ):
         with np.errstate(over="ignore"):
-            own = gate.astype(dtype)
-        own = own[np.isfinite(own.astype(np.float32))]
-        got = np.asarray(jax_mx.gated(one_up(own, name), name))[:, 0]
-        assert off(got, exact(own, name), bits, least) < bound, dtype
+            gates = gate.astype(dtype)
+        gates = gates[np.isfinite(gates.astype(np.float32))]
+        got = np.asarray(jax_mx.gated(one_up(gates, name), name))[:, 0]
+        assert off(got, exact(gates, name), bits, least) < bound, dtype
 
 
 @each_name
@@ -384,9 +384,9 @@ def test_derivatives(name, dtype):
     inside = (np.abs(up) <= 7) | (name != "gpt_oss")
     want = [slope * by * weights * dy, part * inside * weights * dy][: 1 + (name in GATED)]
     bound = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.2e-2}[dtype]
-    how = {"rtol": bound, "atol": bound}
-    np.testing.assert_allclose(doubles(y), part * by * weights, **how)
-    np.testing.assert_allclose(doubles(dx), np.concatenate(want, -1), **how)
+    tolerance = {"rtol": bound, "atol": bound}
+    np.testing.assert_allclose(doubles(y), part * by * weights, **tolerance)
+    np.testing.assert_allclose(doubles(dx), np.concatenate(want, -1), **tolerance)
     np.testing.assert_allclose(dw, (part * by * dy).sum(-1), rtol=1e-2, atol=2e-2)
 
 
@@ -401,26 +401,27 @@ def test_layouts_of_gate_and_up(name):
     split, turns = np.concatenate([gate, up], -1), np.stack([gate, up], -1).reshape(64, 192)
     cases = [(split, {}), (turns, {"interleaved": True}), (gate, {"up": up})]
     want = wanted(split, name, weights)
-    for x, how in cases:
-        same_floats(jax_mx.gated(x, name, weights=weights, **how), want)
-        own = jax_mx.Gated(name, weights, **how)
-        got = jax.jit(lambda x, own: jax_mx.quantize_both(x, activation=own))(x, own)
-        same(got, jax_mx.quantize_both(want), str(how))
+    for x, options in cases:
+        same_floats(jax_mx.gated(x, name, weights=weights, **options), want)
+        gated = jax_mx.Gated(name, weights, **options)
+        got = jax.jit(lambda x, gated: jax_mx.quantize_both(x, activation=gated))(x, gated)
+        same(got, jax_mx.quantize_both(want), str(options))
         picked = np.array([3, -1, 63, *range(29)], np.int32)
-        rows = jax_mx.Gated(name, weights[:32], **how)
+        rows = jax_mx.Gated(name, weights[:32], **options)
         there = np.where((picked >= 0)[:, None], split[picked], np.zeros_like(split[0]))
         same(
             jax_mx.quantize(x, activation=rows, rows=picked),
             jax_mx.quantize(wanted(there, name, weights[:32])),
             "rows",
         )
-    pull = lambda x, **how: jax.vjp(lambda x: jax_mx.gated(x, name, **how), x)[1](want)[0]  # noqa: E731
+    pull = lambda x, **options: jax.vjp(lambda x: jax_mx.gated(x, name, **options), x)[1](want)[0]  # noqa: E731
     d = np.asarray(pull(split))
     by_turns = np.stack(np.split(d, 2, -1), -1).reshape(64, 192)
-    own = jax_mx.Gated(name, interleaved=True, gradient=want)
+    gated = jax_mx.Gated(name, interleaved=True, gradient=want)
     by = wanted_gradient(split, want, name)
     by = np.stack(np.split(by, 2, -1), -1).reshape(64, 192)
-    same(jax_mx.quantize_both(turns, activation=own), jax_mx.quantize_both(by), "gradient by turns")
+    got = jax_mx.quantize_both(turns, activation=gated)
+    same(got, jax_mx.quantize_both(by), "gradient by turns")
     same_floats(pull(turns, interleaved=True), by_turns)
     d_up = jax.vjp(lambda up: jax_mx.gated(gate, name, up=up), up)[1](want)[0]
     np.testing.assert_array_equal(d_up, d[:, 96:])
@@ -469,9 +470,9 @@ def test_what_is_refused():
         lambda: jax_mx.quantize(x, activation=jax_mx.Gated(gradient=x)),
         sentence="quantize: the gradient must be bfloat16[8, 64], as what `gated` gives, got bfloa",
     )
-    own, rows = jax_mx.Gated(gradient=dy), jnp.arange(8, dtype=jnp.int32)
+    gated, rows = jax_mx.Gated(gradient=dy), jnp.arange(8, dtype=jnp.int32)
     refused(
-        lambda: jax_mx.quantize(x, activation=own, rows=rows),
+        lambda: jax_mx.quantize(x, activation=gated, rows=rows),
         sentence="rows of x have no gradient alone; drop rows, or the gradient",
     )
     refused(lambda: jax_mx.gated(x, floats=True), sentence="floats come beside a format; drop")
@@ -480,9 +481,9 @@ def test_what_is_refused():
         lambda: jax_mx.is_supported("quantize", "sm_90", floats=True),
         sentence="floats are those of an activation, or of a norm, alone; give one",
     )
-    for how in ({}, {"activation": "relu"}, {"activation": "swiglu", "interleaved": True}):
+    for options in ({}, {"activation": "relu"}, {"activation": "swiglu", "interleaved": True}):
         refused(
-            lambda: jax_mx.is_supported("quantize", "sm_90", up=True, **how),  # noqa: B023
+            lambda: jax_mx.is_supported("quantize", "sm_90", up=True, **options),  # noqa: B023
             sentence="up is that of an activation alone, without a gradient; give one",
         )
     refused(
@@ -522,17 +523,17 @@ CALLS = {
 @pytest.mark.optimized
 @pytest.mark.parametrize("name,dtype", in_turn(CALLS, DTYPES))
 def test_it_is_quantizing_what_gated_gives(name, dtype):
-    op, how = CALLS[name]
+    op, options = CALLS[name]
     x = random_bits((96, 320), dtype)
     x = np.where(np.isfinite(x.astype(np.float32)), x, 1).astype(dtype)
     weights = np.random.default_rng(0).normal(size=96).astype(np.float32)
-    for own in (jax_mx.Gated(), jax_mx.Gated("swiglu", weights)):
-        want = op(jax.jit(jax_mx.gated)(x, weights=own.weights), **how)
-        got = jax.jit(lambda x, own: op(x, activation=own, **how))(x, own)
+    for gated in (jax_mx.Gated(), jax_mx.Gated("swiglu", weights)):
+        want = op(jax.jit(jax_mx.gated)(x, weights=gated.weights), **options)
+        got = jax.jit(lambda x, gated: op(x, activation=gated, **options))(x, gated)
         same(got, want, name)
-    got = op(x.reshape(3, 32, 320), activation=jax_mx.Gated(), **how)
-    if how.get("scale_layout") is None and "rounding" not in how:
-        same(got, op(jax.jit(jax_mx.gated)(x.reshape(3, 32, 320)), **how), "three dimensions")
+    got = op(x.reshape(3, 32, 320), activation=jax_mx.Gated(), **options)
+    if options.get("scale_layout") is None and "rounding" not in options:
+        same(got, op(jax.jit(jax_mx.gated)(x.reshape(3, 32, 320)), **options), "three dimensions")
 
 
 def bits_of(tree):
@@ -542,7 +543,7 @@ def bits_of(tree):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "case"),
     [
         ("swiglu", {}),
         ("gpt_oss", {"interleaved": True, "both": True}),
@@ -553,30 +554,30 @@ def bits_of(tree):
         ("swiglu", {"rounding": jax_mx.Stochastic(np.array([0, 7], np.uint32))}),
     ],
 )
-def test_quantized_with_and_without_floats(name, how):
+def test_quantized_with_and_without_floats(name, case):
     """By `gated` itself: its floats, with their derivative, and what `quantize` makes of them."""
-    x, given = random_bits((64, 192), "bfloat16"), dict(how)
+    x, arguments = random_bits((64, 192), "bfloat16"), dict(case)
     x = np.where(np.isfinite(doubles(x)), x, 1).astype(x.dtype)
     weights = np.random.default_rng(0).normal(size=64).astype(np.float32)
-    own = {"weights": weights, "interleaved": given.pop("interleaved", False)}
-    if given.pop("up", False):
-        x, own["up"] = x[:, :96].copy(), x[:, 96:].copy()
-    format = "mxfp4_e2m1" if "rounding" in how else "mxfp8_e4m3"
-    make: Any = functools.partial(jax_mx.gated, activation=name, **own)
-    both, options = given.pop("both", False), given
+    operands = {"weights": weights, "interleaved": arguments.pop("interleaved", False)}
+    if arguments.pop("up", False):
+        x, operands["up"] = x[:, :96].copy(), x[:, 96:].copy()
+    format = "mxfp4_e2m1" if "rounding" in case else "mxfp8_e4m3"
+    make: Any = functools.partial(jax_mx.gated, activation=name, **operands)
+    both, options = arguments.pop("both", False), arguments
     y = jax.jit(make)(x)
     want = (jax_mx.quantize_both if both else jax_mx.quantize)(y, format, **options)
     for floats in (None, False, True):
         run = functools.partial(make, format=format, both=both, floats=floats, **options)
-        for found in (run(x), jax.jit(run)(x)):
-            assert isinstance(found, jax_mx.Activated)
-            assert bits_of(found.quantized) == bits_of(want)
-            assert (found.floats is None) == (not floats)
-            assert not floats or bits_of(found.floats) == bits_of(y)
+        for result in (run(x), jax.jit(run)(x)):
+            assert isinstance(result, jax_mx.Activated)
+            assert bits_of(result.quantized) == bits_of(want)
+            assert (result.floats is None) == (not floats)
+            assert not floats or bits_of(result.floats) == bits_of(y)
     dy = np.ones(y.shape, y.dtype)
     (alone,) = jax.vjp(make, x)[1](dy)
-    (beside,) = jax.vjp(lambda x: run(x).floats, x)[1](dy)
-    assert bits_of(alone) == bits_of(beside)
+    (with_codes,) = jax.vjp(lambda x: run(x).floats, x)[1](dy)
+    assert bits_of(alone) == bits_of(with_codes)
     with pytest.raises(NotImplementedError, match=r"quantize(_both)?: codes have no derivative"):
         jax.vjp(lambda x: make(x, format=format, both=both, **options).quantized, x)
 
@@ -586,32 +587,33 @@ def test_what_serves_it():
     name = "quantize_last_bfloat16_mxfp8_e4m3"
     assert supported("sm_90") == (True, f"cutedsl: {name}_swiglu")
     assert supported("gfx950") == (True, f"flydsl: {name} of floats that XLA makes")
-    found = jax_mx.is_supported("quantize_both", "sm_90", transpose=True, activation="swiglu",
+    answer = jax_mx.is_supported("quantize_both", "sm_90", transpose=True, activation="swiglu",
                                 gradient=True)  # fmt: skip
     name_of_both = "quantize_both_transposed_bfloat16_mxfp8_e4m3_mxfp8_e4m3"
-    assert found == (True, f"cutedsl: {name_of_both}_swiglu_gradient")
-    found = jax_mx.is_supported("quantize_both", "gfx950", transpose=True, activation="gpt_oss",
+    assert answer == (True, f"cutedsl: {name_of_both}_swiglu_gradient")
+    answer = jax_mx.is_supported("quantize_both", "gfx950", transpose=True, activation="gpt_oss",
                                 interleaved=True, gradient=True)  # fmt: skip
-    assert found == (True, f"flydsl: {name_of_both} of floats that XLA makes")
-    found = jax_mx.is_supported("quantize_both", "sm_90", transpose=True, activation="gpt_oss",
+    assert answer == (True, f"flydsl: {name_of_both} of floats that XLA makes")
+    answer = jax_mx.is_supported("quantize_both", "sm_90", transpose=True, activation="gpt_oss",
                                 interleaved=True, gradient=True)  # fmt: skip
-    assert found == (True, f"cutedsl: {name_of_both}_gpt_oss_interleaved_gradient")
+    assert answer == (True, f"cutedsl: {name_of_both}_gpt_oss_interleaved_gradient")
     assert supported("sm_100", up=True) == (True, f"cutedsl: {name} of floats that XLA makes")
-    found, what = supported("sm_90", up=True, activation="gpt_oss")
-    assert found and what.endswith(" of floats that XLA makes")
-    found = jax_mx.is_supported("quantize", "sm_80", activation="gpt_oss", interleaved=True)
-    assert found == (True, f"cutedsl: {name}_gpt_oss_interleaved")
+    answer, why = supported("sm_90", up=True, activation="gpt_oss")
+    assert answer and why.endswith(" of floats that XLA makes")
+    answer = jax_mx.is_supported("quantize", "sm_80", activation="gpt_oss", interleaved=True)
+    assert answer == (True, f"cutedsl: {name}_gpt_oss_interleaved")
     assert supported("sm_90", floats=True) == (True, f"cutedsl: {name}_swiglu_floats")
-    found, what = supported("sm_90", floats=True, dtype="float32")
-    assert found and what.endswith(" of floats that XLA makes")
+    answer, why = supported("sm_90", floats=True, dtype="float32")
+    assert answer and why.endswith(" of floats that XLA makes")
     for dtype in ("float16", "float32"):
-        found = supported("sm_100", dtype=dtype)
-        assert found == (True, f"cutedsl: quantize_last_{dtype}_mxfp8_e4m3_swiglu")
-    for how in ({"activation": "bilinear"}, {"rows": True}, {"gradient": True}):
-        found, what = jax_mx.is_supported("quantize", "sm_90", **{"activation": "swiglu", **how})
-        assert found and what == f"cutedsl: {name} of floats that XLA makes"
-    found, what = supported("sm_90", axis=-2)
-    assert found and what.endswith(" of floats that XLA makes")
+        answer = supported("sm_100", dtype=dtype)
+        assert answer == (True, f"cutedsl: quantize_last_{dtype}_mxfp8_e4m3_swiglu")
+    for options in ({"activation": "bilinear"}, {"rows": True}, {"gradient": True}):
+        options = {"activation": "swiglu"} | options
+        answer, why = jax_mx.is_supported("quantize", "sm_90", **options)
+        assert answer and why == f"cutedsl: {name} of floats that XLA makes"
+    answer, why = supported("sm_90", axis=-2)
+    assert answer and why.endswith(" of floats that XLA makes")
 
 
 @pytest.mark.usefixtures("without_code")
@@ -635,15 +637,16 @@ def test_one_call():
     apart = lambda x, up: jax_mx.gated(x, up=up, format="mxfp8_e4m3", both=True)  # noqa: E731
     text = jax.jit(apart).trace(x, x).lower(lowering_platforms=("cuda",)).as_text()
     assert ": (tensor<2x16x32x32xbf16>) -> " in call_attributes_in(text)  # of floats by XLA
-    beside = lambda x: jax_mx.gated(x, format="mxfp8_e4m3", both=True, floats=True)  # noqa: E731
-    for f in (beside, jax.value_and_grad(lambda x: beside(x).floats.astype(jnp.float32).sum())):
+    with_floats = lambda x: jax_mx.gated(x, format="mxfp8_e4m3", both=True, floats=True)  # noqa: E731
+    loss = lambda x: with_floats(x).floats.astype(jnp.float32).sum()  # noqa: E731
+    for f in (with_floats, jax.value_and_grad(loss)):
         text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
         call = call_attributes_in(text)
         assert ": (tensor<64x2x8x32xbf16>, tensor<2x32xf32>) -> " in call
-        assert "tensor<64x256xbf16>)" in call and ("exponential" in text) == (f is not beside)
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
-    like = jax.ShapeDtypeStruct((256, 512), x.dtype, sharding=NamedSharding(mesh, P("a")))
-    text = jax.jit(run).trace(like).lower(lowering_platforms=("cuda",)).as_text()
+        assert "tensor<64x256xbf16>)" in call and ("exponential" in text) == (f is not with_floats)
+    mesh = mesh_of(8)
+    sharded = jax.ShapeDtypeStruct((256, 512), x.dtype, sharding=NamedSharding(mesh, P("a")))
+    text = jax.jit(run).trace(sharded).lower(lowering_platforms=("cuda",)).as_text()
     assert "exponential" in text and "num_batch_dims" in call_attributes_in(text)
 
 
@@ -663,8 +666,8 @@ def test_sums_of_columns_are_defined(name):
         x, dy = (random_bits(a.shape, "bfloat16", seed=i) for i, a in enumerate((x, dy)))
         x, dy = (np.where(np.isfinite(doubles(a)), a, 1).astype(a.dtype) for a in (x, dy))
     want = wanted_gradient(x, dy, name)
-    own = WithSums(jax_mx.Gated(name, gradient=dy))
-    *codes, sums = jax.jit(lambda x, own: jax_mx.quantize_both(x, activation=own))(x, own)
+    gated = WithSums(jax_mx.Gated(name, gradient=dy))
+    *codes, sums = jax.jit(lambda x, gated: jax_mx.quantize_both(x, activation=gated))(x, gated)
     same(codes, jax_mx.quantize_both(want))
     same_floats(sums, sums_of(want))
     if name == "reglu":
@@ -680,37 +683,37 @@ def test_sums_that_are_subnormal_are_zeros():
     assert (sums[0, :32] == 0).all() and (sums[0, 32:] == 2 * least).all()
 
 
-@pytest.mark.parametrize("what", ["up", "sums"])
-def test_one_call_of_each_of_a_batch(what):
+@pytest.mark.parametrize("operand", ["up", "sums"])
+def test_one_call_of_each_of_a_batch(operand):
     x, dy = exact_gradient()
     both = np.stack([x, x[::-1]]), np.stack([dy, dy[::-1]])
 
     def run(x, dy):
-        own = jax_mx.Gated(up=dy) if what == "up" else WithSums(jax_mx.Gated(gradient=dy))
-        return jax_mx.quantize_both(x[:, :64] if what == "up" else x, activation=own)
+        gated = jax_mx.Gated(up=dy) if operand == "up" else WithSums(jax_mx.Gated(gradient=dy))
+        return jax_mx.quantize_both(x[:, :64] if operand == "up" else x, activation=gated)
 
-    found = jax.jit(jax.vmap(run))(*both)
+    mapped = jax.jit(jax.vmap(run))(*both)
     for i in range(2):
-        same(jax.tree.map(lambda a: a[i], found), run(both[0][i], both[1][i]))  # noqa: B023
+        same(jax.tree.map(lambda a: a[i], mapped), run(both[0][i], both[1][i]))  # noqa: B023
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", AxisType, ids=str)
-@pytest.mark.parametrize("what", ["gates", "up", "sums"])
-def test_shards(kind, what):
+@pytest.mark.parametrize("axis_type", AxisType, ids=str)
+@pytest.mark.parametrize("operand", ["gates", "up", "sums"])
+def test_shards(axis_type, operand):
     """Ups apart, and sums, whose rows are split like the gradient's."""
     x, dy = exact_gradient(128)
 
     def run(x, dy):
-        own = jax_mx.Gated(up=dy if what == "up" else None)
-        own = WithSums(jax_mx.Gated(gradient=dy)) if what == "sums" else own
-        return jax_mx.quantize_both(x[:, :64] if what == "up" else x, activation=own)
+        gated = jax_mx.Gated(up=dy if operand == "up" else None)
+        gated = WithSums(jax_mx.Gated(gradient=dy)) if operand == "sums" else gated
+        return jax_mx.quantize_both(x[:, :64] if operand == "up" else x, activation=gated)
 
     want = run(x, dy)
-    kinds = (AxisType.Auto if kind is AxisType.Manual else kind,)
+    kinds = (AxisType.Auto if axis_type is AxisType.Manual else axis_type,)
     mesh = jax.make_mesh((4,), ("a",), axis_types=kinds, devices=jax.devices("cpu")[:4])
-    if kind is AxisType.Manual:
-        specs = (P("a"), P(None, "a"), *[P("a")] * (what == "sums"))
+    if axis_type is AxisType.Manual:
+        specs = (P("a"), P(None, "a"), *[P("a")] * (operand == "sums"))
         run = jax.shard_map(run, mesh=mesh, in_specs=(P("a"), P("a")), out_specs=specs)
         same(jax.jit(run)(x, dy), want)
         return
@@ -744,13 +747,13 @@ def made_by(variant, x, weights=None):
     """The activation that asks for a variant, and the floats that it quantizes."""
     name, turns = variant.source.activation, variant.source.interleaved
     if isinstance(variant.source, GatedSource):
-        own = jax_mx.Gated(name, weights, interleaved=turns)
-        asked = own.of("quantize", x, floats=True) if variant.source.floats else own
+        gated = jax_mx.Gated(name, weights, interleaved=turns)
+        asked = gated.of("quantize", x, floats=True) if variant.source.floats else gated
         return asked, wanted(x, name, weights)
     dy = random_bits((x.shape[0] * x.shape[1] // 2,), variant.dtype, seed=9)
     dy = np.where(np.abs(doubles(dy)) < most(variant), dy, 1).astype(x.dtype).reshape(len(x), -1)
-    own = jax_mx.Gated(name, weights, interleaved=turns, gradient=dy)
-    wrapped = WithSums(own) if variant.source.sums else own
+    gated = jax_mx.Gated(name, weights, interleaved=turns, gradient=dy)
+    wrapped = WithSums(gated) if variant.source.sums else gated
     return wrapped, laid(variant, wanted_gradient(x, dy, name, weights))
 
 
@@ -759,14 +762,14 @@ def most(variant) -> float:
     return 2.0**60 if "sums" in [array.name for array in variant.source.results] else np.inf
 
 
-def reference_of(variant, floats, **how):
+def reference_of(variant, floats, **options):
     """XLA's codes and scales of these floats; and the floats, where the variant gives them.
 
     Their sums, by NumPy, follow.
     """
-    found = jax.jit(call(variant, "xla", **how))(floats)
-    beside = {"sums": sums_of, "floats": lambda x: x}
-    return [*found, *(beside[array.name](floats) for array in variant.source.results)]
+    results = jax.jit(call(variant, "xla", **options))(floats)
+    further = {"sums": sums_of, "floats": lambda x: x}
+    return [*results, *(further[array.name](floats) for array in variant.source.results)]
 
 
 def laid(variant, x):
@@ -803,20 +806,20 @@ def test_products_near_the_least_normal_number():
 def test_kernels_near_the_least_normal_number(both):
     x, weights = near_the_least()
     make: Any = functools.partial(jax_mx.gated, format="mxfp8_e4m3", both=both, floats=True)
-    found = jax.jit(lambda x, w: make(x, weights=w))(x, weights)
+    result = jax.jit(lambda x, w: make(x, weights=w))(x, weights)
     want = wanted(x, "swiglu", weights)
-    same(found.floats, want)
-    same(found.quantized, (jax_mx.quantize_both if both else jax_mx.quantize)(want))
+    same(result.floats, want)
+    same(result.quantized, (jax_mx.quantize_both if both else jax_mx.quantize)(want))
 
 
-def check(variant, x, **how):
+def check(variant, x, **options):
     """The kernel quantizes the bits that XLA computes on this device and on the CPU."""
-    op = call(variant, variant.implementation, **how)
-    own, floats = made_by(variant, x)
-    want = jax.block_until_ready(reference_of(variant, floats, **how))
+    op = call(variant, variant.implementation, **options)
+    gated, floats = made_by(variant, x)
+    want = jax.block_until_ready(reference_of(variant, floats, **options))
     poison_memory()
-    got = jax.jit(lambda x, own: op(x, activation=own))(laid(variant, x), own)
-    same(got, want, f"{x.shape} {how}")
+    got = jax.jit(lambda x, gated: op(x, activation=gated))(laid(variant, x), gated)
+    same(got, want, f"{x.shape} {options}")
 
 
 @pytest.mark.gpu
@@ -837,8 +840,8 @@ def test_every_kernel(variant):
         length = fitting(variant, length)
         x = random_bits((-(-rows * 2 * length // 32) * 32,), variant.dtype, seed=i)
         x = x[: rows * 2 * length].reshape(rows, 2 * length)
-        how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
-        check(variant, x, **how)
+        case = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
+        check(variant, x, **case)
     x = every_gate(dtype=variant.dtype)
     # As gates that no infinite one is beside, and no huge up: their own codes show.
     gates, ups = np.split(x, 2, -1)
@@ -867,9 +870,9 @@ def test_weights_on_the_gpu():
     # A weight that is NaN makes none of what is beside x: lengths off every vector.
     x, weights = np.concatenate([x[:160, :77], x[:160, 128:205]], -1), weights[:160]
     weights[3] = np.nan
-    how = {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}
-    want = jax_mx.quantize(wanted(x, "swiglu", weights), implementation="xla", **how)
-    run = jax.jit(lambda x, w: jax_mx.quantize(x, activation=jax_mx.Gated(weights=w), **how))
+    options = {"axis": -2, "transpose": True, "scale_layout": "blocked_128x4"}
+    want = jax_mx.quantize(wanted(x, "swiglu", weights), implementation="xla", **options)
+    run = jax.jit(lambda x, w: jax_mx.quantize(x, activation=jax_mx.Gated(weights=w), **options))
     same(run(x, weights), want)
 
 
@@ -879,8 +882,8 @@ def test_gradients_by_weights_on_the_gpu():
     x = np.where(np.isfinite(x.astype(np.float32)), x, 1).astype(x.dtype)
     dy, weights = (rng.normal(size=s).astype(t) for s, t in (((512, 128), x.dtype), (512, "f4")))
     want = jax_mx.quantize_both(wanted_gradient(x, dy, "swiglu", weights))
-    own = jax_mx.Gated(weights=weights, gradient=dy)
-    same(jax.jit(lambda x, own: jax_mx.quantize_both(x, activation=own))(x, own), want)
+    gated = jax_mx.Gated(weights=weights, gradient=dy)
+    same(jax.jit(lambda x, gated: jax_mx.quantize_both(x, activation=gated))(x, gated), want)
 
 
 @pytest.mark.gpu
@@ -915,9 +918,9 @@ def test_inputs_of_other_kinds():
         "must have one dtype and one shape",
     )
     assert_refused(lambda: call(x, activation=jax_mx.Gated(up="up")), TypeError, "must be an array")
-    for how in ({}, {"rows": rows}):
+    for options in ({}, {"rows": rows}):
         wide = x.astype(np.float64)
-        quantize = functools.partial(jax_mx.quantize, activation=jax_mx.Gated(), **how)
+        quantize = functools.partial(jax_mx.quantize, activation=jax_mx.Gated(), **options)
         assert_refused(lambda: quantize(wide), TypeError, "x is float64")  # noqa: B023
         assert_same_array(quantize(x.astype(">f4")), quantize(x))
     assert jax_mx.quantize(jnp.ones((64, 0)), activation=jax_mx.Gated()).shape == (64, 0)

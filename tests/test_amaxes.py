@@ -10,15 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_equal, of, on_hopper
-from helpers import (
-    MADE,
-    amaxes,
-    assert_bits_equal,
-    call,
-    lowered_apart,
-    poison_memory,
-    stand_in,
-)
+from helpers import MADE, amaxes, assert_bits_equal, call, lowered_apart, poison_memory, stand_in
 from on_device import HERE
 
 import jax_mx
@@ -37,12 +29,12 @@ def check_amaxes(x, implementation="xla", whole=None):
     poison_memory()
     cut = whole is not None
     f = functools.partial(amaxes, implementation=implementation)
-    made = jax.jit((lambda a: f(a[1:].reshape(x.shape))) if cut else f)(whole if cut else x)
+    results = jax.jit((lambda a: f(a[1:].reshape(x.shape))) if cut else f)(whole if cut else x)
     if x.dtype == np.float32:
         bits = np.asarray(x).view(np.uint32) & np.uint32(0x7FFFFFFF)
     else:
         bits = np.asarray(x).view(np.uint16).astype(np.uint32) << 16 & 0x7FFFFFFF
-    for got, axis in zip(made, (-1, -2), strict=True):
+    for got, axis in zip(results, (-1, -2), strict=True):
         assert_equal(got, bits.max(axis), (x.shape, axis))
 
 
@@ -74,8 +66,8 @@ def test_amaxes_of_rows_and_columns():
     x = any_bits(rng, (2, 3, 64, 96)).astype(np.float32)
     x = jnp.asarray(np.where(np.isnan(x), 1, x), jnp.bfloat16)
     both = functools.partial(jax_mx.quantize_both, window="row")
-    made = jax.make_jaxpr(both)(x)
-    assert str(made).count("mx_quantize_rows") == 1 and "reduce_max" not in str(made)
+    jaxpr = jax.make_jaxpr(both)(x)
+    assert str(jaxpr).count("mx_quantize_rows") == 1 and "reduce_max" not in str(jaxpr)
     for q, axis in zip(both(x), (-1, -2), strict=True):
         alone = jax_mx.quantize(x, axis=axis, transpose=axis == -2, window="row")
         for got, want in zip(jax.tree.leaves(q), jax.tree.leaves(alone), strict=True):
@@ -106,8 +98,8 @@ def check_made(word):
     cases = [(32, 32, 0, 1), (160, 544, 0, 1), (4128, 96, 0, 1), (96, 1568, 1, 1)]
     for rows, columns, offset, parts in [*cases, (1536, 544, 0, 6), (1024, 96, 1, 8)]:
         gates = 1 + ("up" not in [array.name for array in source.operands])
-        each = {"x": (rows, gates * columns), "weights": (rows,)}
-        shapes = [each.get(array.name, (rows, columns)) for array in source.operands]
+        shape_by_name = {"x": (rows, gates * columns), "weights": (rows,)}
+        shapes = [shape_by_name.get(array.name, (rows, columns)) for array in source.operands]
         whole = [
             any_bits(rng, (math.prod(shape) + offset,), array.dtype or jnp.bfloat16)
             for shape, array in zip(shapes, source.operands, strict=True)
@@ -118,9 +110,9 @@ def check_made(word):
             return amaxes(*arrays, implementation=implementation, source=source, parts=parts)  # noqa: B023
 
         poison_memory()
-        made = jax.jit(functools.partial(f, implementation="cutedsl"))(*whole)
+        results = jax.jit(functools.partial(f, implementation="cutedsl"))(*whole)
         want = jax.jit(functools.partial(f, implementation="xla"))(*whole)
-        for got, wanted in zip(made, want, strict=True):
+        for got, wanted in zip(results, want, strict=True):
             assert_bits_equal(got, wanted, f"{word} {rows} x {columns} in {parts}")
 
 
@@ -131,26 +123,26 @@ def test_what_is_made_is_quantized_in_windows_of_rows():
     rng = np.random.default_rng(27)
     for rows, columns in [(96, 160), (64, 2080), (160, 14336)]:
         x, dy = any_bits(rng, (rows, 2 * columns)), any_bits(rng, (rows, columns))
-        own, back = jax_mx.Gated("swiglu"), jax_mx.Gated("swiglu", gradient=jnp.asarray(dy))
+        gated, back = jax_mx.Gated("swiglu"), jax_mx.Gated("swiglu", gradient=jnp.asarray(dy))
         both = functools.partial(jax_mx.quantize_both, transpose=(False, True))
 
-        def of_pair(quantize, x, **how):
+        def of_pair(quantize, x, **options):
             gate, up = jnp.split(x, 2, -1)
-            return quantize(gate, activation=jax_mx.Gated("swiglu", up=up), **how)
+            return quantize(gate, activation=jax_mx.Gated("swiglu", up=up), **options)
 
         for op in (
-            functools.partial(jax_mx.quantize, activation=own),
-            functools.partial(jax_mx.quantize, activation=own, axis=-2, transpose=True),
-            functools.partial(both, activation=own),
+            functools.partial(jax_mx.quantize, activation=gated),
+            functools.partial(jax_mx.quantize, activation=gated, axis=-2, transpose=True),
+            functools.partial(both, activation=gated),
             functools.partial(both, activation=back),
             functools.partial(of_pair, jax_mx.quantize),
             functools.partial(of_pair, both),
         ):
             f = functools.partial(op, window="row")
             poison_memory()
-            made = jax.tree.leaves(jax.jit(f)(x))
+            leaves = jax.tree.leaves(jax.jit(f)(x))
             want = jax.tree.leaves(jax.jit(functools.partial(f, implementation="xla"))(x))
-            for got, wanted in zip(made, want, strict=True):
+            for got, wanted in zip(leaves, want, strict=True):
                 assert_bits_equal(got, wanted, f"{rows} x {columns}")
 
 
@@ -167,11 +159,11 @@ def test_what_nobody_reads_is_not_quantized():
         return (f(x, w, v).astype(jnp.float32) ** 2).sum()
 
     grad = jax.grad(functools.partial(loss, checkpoint=jax.checkpoint), (0, 1, 2))
-    found = [eqn.params["read"] for eqn in rows_in(jax.make_jaxpr(grad)(x, w, v).jaxpr)]
+    read = [eqn.params["read"] for eqn in rows_in(jax.make_jaxpr(grad)(x, w, v).jaxpr)]
     along, down, both = (True, True, False, False), (False, False, True, True), (True,) * 4
     # Forward x, w, the activation and v; then again x and w both ways, what is left of the
     # activation and of v, and both gradients.
-    assert sorted(found) == sorted([along, down] * 2 + [both] * 4 + [down, along])
+    assert sorted(read) == sorted([along, down] * 2 + [both] * 4 + [down, along])
     want = jax.jit(jax.grad(loss, (0, 1, 2)))(x, w, v)
     for got, wanted in zip(jax.jit(grad)(x, w, v), want, strict=True):
         assert_bits_equal(got, wanted)
@@ -193,8 +185,8 @@ def test_one_direction_has_the_bytes_of_both(pair):
     def loss(x, gate, up, down, checkpoint=lambda f: f):
         def f(x, gate, up, down):
             first = (gate, up) if pair else jnp.concatenate([gate, up], -1)
-            how = {"recipe": jax_mx.Recipe(window="row"), "residuals": "floats"}
-            return jax_mx.mlp(x, first, down, **how)
+            options = {"recipe": jax_mx.Recipe(window="row"), "residuals": "floats"}
+            return jax_mx.mlp(x, first, down, **options)
 
         return (checkpoint(f)(x, gate, up, down).astype(jnp.float32) ** 2).sum()
 
@@ -238,7 +230,7 @@ OF_ROWS = [v for v in HERE if v.window == ROW]
 
 def wanted(x, variant):
     """Codes and scales of each direction, as bytes, in NumPy; both transposed where they are."""
-    found = []
+    arrays = []
     for format, direction in zip(variant.formats, variant.form.directions, strict=True):
         rows = np.ascontiguousarray(
             x if direction.blocks is Blocks.LAST else np.swapaxes(x, -1, -2)
@@ -257,8 +249,8 @@ def wanted(x, variant):
         scales = np.broadcast_to(scale.astype(np.uint8), codes.shape)[..., ::BLOCK]
         if direction.blocks is Blocks.SECOND and not direction.transposed:
             codes, scales = (np.swapaxes(a, -1, -2) for a in (codes, scales))
-        found += [codes, scales]
-    return found
+        arrays += [codes, scales]
+    return arrays
 
 
 def check_rows(variant, x, implementation=None, whole=None):
@@ -266,8 +258,8 @@ def check_rows(variant, x, implementation=None, whole=None):
     f = call(variant, implementation or variant.implementation)
     cut = (lambda a: f(a[whole.size - x.size :].reshape(x.shape))) if whole is not None else f
     poison_memory()
-    found = jax.tree.leaves(jax.jit(cut)(x if whole is None else whole))
-    for got, want in zip(found, wanted(np.asarray(x), variant), strict=True):
+    results = jax.tree.leaves(jax.jit(cut)(x if whole is None else whole))
+    for got, want in zip(results, wanted(np.asarray(x), variant), strict=True):
         assert_equal(got.view(jnp.uint8), want, (variant.name, x.shape))
 
 

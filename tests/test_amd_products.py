@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_equal, assert_equal_or_flushed, changed, floats, integers, wanted
+from helpers import mesh_of
 
 import jax_mx
 from jax_mx.formats.formats import FLOAT_DTYPES, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
@@ -32,7 +33,7 @@ from jax_mx.testing import emulate
 
 KERNELS = [product for product in PRODUCTS if product.implementation == "flydsl"]
 EVERY = [*itertools.product(KERNELS, ARCHS["flydsl"])]
-# Those that tests share, as to compile one takes longer than to test it: every format and arch.
+# Tests share these, as to compile a kernel takes longer than to test it: every format and arch.
 FEW = [
     (ProductKernel("matmul_fp8", "flydsl", (MXFP8_E4M3, MXFP8_E4M3), 128), "gfx950"),
     (ProductKernel("wgrad_fp8", "flydsl", (MXFP8_E4M3, MXFP8_E4M3), 128), "gfx950"),
@@ -117,8 +118,8 @@ def exact_product(product, arch, shape, sizes=None, *, edit=None, **options) -> 
 
 def compare(product, arch, shape, sizes=None, *, entry=0, order="lockstep", **options):
     program, want = exact_product(product, arch, shape, sizes, **options)
-    what = f"{product.name} {arch} {shape} {sizes} {entry} {order} {options}"
-    assert_equal(program.y(entry, order), want, what)
+    label = f"{product.name} {arch} {shape} {sizes} {entry} {order} {options}"
+    assert_equal(program.y(entry, order), want, label)
 
 
 SHAPES = [(5, 7, 96), (130, 132, 288), (257, 31, 544)]
@@ -291,10 +292,10 @@ def test_codes_and_scales_of_callers_are_read_as_they_lie(
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("arch", ARCHS["flydsl"])
-@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-def test_devices_of_a_shard_map_multiply_their_rows(kind, arch):
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_devices_of_a_shard_map_multiply_their_rows(axis_type, arch):
     """Each of four emulated devices runs the kernel on a part of its own."""
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,), devices=jax.devices("cpu")[:4])
+    mesh = mesh_of(4, axis_type=axis_type)
     rows, whole = jax.sharding.PartitionSpec("a"), jax.sharding.PartitionSpec()
     product = jax.shard_map(
         jax_mx.ragged_dot, mesh=mesh, in_specs=(rows, whole, whole), out_specs=rows
@@ -302,7 +303,7 @@ def test_devices_of_a_shard_map_multiply_their_rows(kind, arch):
     rng = np.random.default_rng(0)
     args = floats(rng, (128, 96)), floats(rng, (4, 96, 64)), jnp.array([10, 0, 12, 5], jnp.int32)
     places = (jax.sharding.NamedSharding(mesh, spec) for spec in (rows, whole, whole))
-    args = [jax.device_put(a, place) for a, place in zip(args, places, strict=True)]
+    args = [jax.device_put(a, sharding) for a, sharding in zip(args, places, strict=True)]
     with emulate(arch), jax.set_mesh(mesh):
         assert "by_flydsl" in jax.jit(product).lower(*args).as_text(debug_info=True)
         got = jax.jit(product)(*args)

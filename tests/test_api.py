@@ -385,13 +385,13 @@ def test_is_supported():
     for op, turn in (("quantize", False), ("dequantize", True)):
         with pytest.raises(ValueError, match="tiles a matrix whose rows end with the block axis"):
             supported(op, "sm_90", axis=0, transpose=turn, **shuffled)
-    for how in (
+    for options in (
         {"rounding": jax_mx.Stochastic(jax.random.key(0))},
         {"hadamard": jax_mx.Hadamard()},
         {"zero_scale": 127},
     ):
         with pytest.raises(ValueError, match="are quantize's, dequantize has none"):
-            supported("dequantize", "sm_90", **how)
+            supported("dequantize", "sm_90", **options)
     assert supported("quantize", "sm_80", implementation="xla") == (True, "xla: runs everywhere")
     with pytest.raises(
         ValueError, match=r"'H200' is no chip's name; use a jax\.Device, or one like"

@@ -65,9 +65,9 @@ def became(f, *args, device=None) -> set:
 def test_on_each_chip(name, chip):
     f, *shapes = CALLS[name]
     rows = 64 if name in OVER_GROUPS else LARGE
-    own = "mxfp8_windows" if name in OVER_GROUPS else "mxfp8_rows"
+    windowed = "mxfp8_windows" if name in OVER_GROUPS else "mxfp8_rows"
     args = like(rows, 4096), *(like(*shape) for shape in shapes)
-    want = own if chip == "sm_90" else "mxfp8"
+    want = windowed if chip == "sm_90" else "mxfp8"
     assert became(f, *args, device=chip) == {want}
     assert became(functools.partial(f, recipe="auto"), *args, device=chip) == {want}
     assert became(functools.partial(f, recipe="mxfp8"), *args, device=chip) == {""}
@@ -90,8 +90,8 @@ def test_small_products_stay_in_bfloat16_on_hopper(name):
 def test_a_call_that_asks_for_more_gets_no_windows():
     """A precision that FP8 tensor cores lack, or an implementation, which reads codes."""
     args = like(64, 4096), like(4096, 4096)
-    for how in ({"precision": "highest"}, {"implementation": "dequantize"}):
-        f = functools.partial(jax_mx.matmul, **how)
+    for options in ({"precision": "highest"}, {"implementation": "dequantize"}):
+        f = functools.partial(jax_mx.matmul, **options)
         assert became(f, *args, device="sm_90") == {"mxfp8"}
 
 
@@ -188,14 +188,14 @@ def test_a_program_for_other_chips_has_mxfp8s_bits(name):
     """Traced for Hopper, and compiled for this CPU; also mapped and computed again."""
     f, args = small(name)
     want = with_gradients(functools.partial(f, recipe=MXFP8, **options(name)), *args)
-    own = functools.partial(f, **options(name))
-    for g in (own, jax.checkpoint(own)):
+    call = functools.partial(f, **options(name))
+    for g in (call, jax.checkpoint(call)):
         traced = rows_on_hopper(g, *args)
         assert "window='row'" in str(traced.jaxpr)
         for a, b in zip(traced.lower().compile()(*args), want, strict=True):
             assert_bits_equal(a, b)
     with targets.traced_for(HOPPER):
-        mapped = jax.jit(jax.vmap(own, (0, *[None] * (len(args) - 1)))).trace(
+        mapped = jax.jit(jax.vmap(call, (0, *[None] * (len(args) - 1)))).trace(
             args[0][None], *args[1:]
         )
     assert_bits_equal(mapped.lower().compile()(args[0][None], *args[1:])[0], want[0])
@@ -251,8 +251,8 @@ def test_in_shard_map_work_is_a_devices():
         jax_mx.matmul, mesh=mesh, in_specs=(spec("data"), spec()), out_specs=spec("data")
     )
     rows = least_rows()
-    for each, name in ((rows - 1, "bf16"), (rows, "mxfp8_rows")):
-        assert became(f, like(8 * each, 4096), like(4096, 4096), device="sm_90") == {name}
+    for local_rows, name in ((rows - 1, "bf16"), (rows, "mxfp8_rows")):
+        assert became(f, like(8 * local_rows, 4096), like(4096, 4096), device="sm_90") == {name}
 
 
 def test_auto_says_where_the_weight_stands():

@@ -214,8 +214,8 @@ def test_without_a_profile_the_wall_counts(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_gpu_is_profiled():
-    words = functools.partial(baselines.words, size=2**28)
-    inputs = timing.rotate(words, 2**28)
+    copied = functools.partial(baselines.words, size=2**28)
+    inputs = timing.rotate(copied, 2**28)
     for copy in baselines.copies().values():
         assert len(timing.profile(copy, inputs, 5)) == 5
         timed = timing.measure(copy, inputs, 20)
@@ -357,7 +357,7 @@ def case(name, way, *times, **more):
 
 def test_ways_are_compared_and_the_best_round_counts():
     rounds = {"base": "floats", "rounds": 2}
-    each = [
+    cases = [
         case("a", "floats", 10.0, 8.0, **rounds),
         case("a", "mx", 6.0, 7.0, **rounds),
         case("a", "broken", ValueError("no [memory]\n  left"), **rounds),
@@ -365,7 +365,7 @@ def test_ways_are_compared_and_the_best_round_counts():
         case("b", "mx", 9.0, base="floats"),  # another one of that name
     ]
     said = []
-    rows = list(runner.measured(each, None, said.append))
+    rows = list(runner.measured(cases, None, said.append))
     assert said == [*["a floats", "a mx", "a broken"] * 2, "b mx", "b mx"]
     assert [row.get("us") for row in rows] == [8.0, 6.0, None, 5.0, 9.0]
     assert [row.get("ratio") for row in rows] == [1.0, 0.75, None, None, None]
@@ -382,8 +382,8 @@ def test_a_new_file_is_all_that_a_new_measurement_takes(monkeypatch, tmp_path, c
 
     def run(*times, options=()):
         names = ("up", "down")
-        each = [case(*each) for each in zip(names, names, times, strict=True)]
-        toy.cases = lambda args: each
+        cases = [case(*fields) for fields in zip(names, names, times, strict=True)]
+        toy.cases = lambda args: cases
         return runner.run(["toy", "--commit", "abc", "--json", str(file), *options])
 
     assert run(100.0, 50.0) == 0
@@ -472,11 +472,11 @@ def test_what_is_measured(capsys):
     layouts = ("row_major", "blocked_128x4", "row_major")
     twice = asked("--scale-layout", *layouts, "--format", "mxfp8_e4m3", "mxfp8_e4m3", "--shapes",
                   "4x64,4x64")  # fmt: skip
-    assert [own.scale_layout for own in twice] == ["row_major", "blocked_128x4"]
+    assert [quantizer.scale_layout for quantizer in twice] == ["row_major", "blocked_128x4"]
     every = asked("--form", "all", "--shapes", "32x64")
-    assert [own.form for own in every] == [*shapes.FORMS]
+    assert [quantizer.form for quantizer in every] == [*shapes.FORMS]
     tiled = asked("--form", "all", "--shapes", "32x64", "--scale-layout", "blocked_128x4")
-    assert [own.form for own in tiled] == [n for n, f in shapes.FORMS.items() if not f.square]
+    assert [case.form for case in tiled] == [n for n, f in shapes.FORMS.items() if not f.square]
     for options in (["--form", "axis -3"], ["--form", "quantize"]):
         with pytest.raises(SystemExit, match="2"):
             asked(*options)
@@ -502,10 +502,10 @@ def test_picked_rows_are_rows(rows_by):
     assert [r["form"] for r in rows] == ["axis -1, rows", "both transposed, rows"]
     assert all(r["speedup_over_xla"] for r in rows)
     names = ("bfloat16", "mxfp8_e4m3", "rceil", "row_major", None)
-    own = quantizers.Quantizer("axis -1", (64, 64), *names, source="rows")
-    x, picked = own.make(jax.random.key(0))
+    quantizer = quantizers.Quantizer("axis -1", (64, 64), *names, source="rows")
+    x, picked = quantizer.make(jax.random.key(0))
     assert x.shape == (60, 64) and sorted(np.asarray(picked)) == [-1] * 4 + [*range(60)]
-    op, versions = own.functions()
+    op, versions = quantizer.functions()
     want = op((x, picked))
     assert_same_array(jax_mx.quantize(rows_of(x, picked)), want)
     for version in versions.values():
@@ -522,13 +522,13 @@ def test_preprocessing_is_rows(rows_by):
     rotated = [f"axis -1, {name}" for name, modes in named.items() if len(modes) == 1]
     assert [row["form"] for row in rows] == ["axis -1", "square", "dequantize", *rotated]
     names = ("bfloat16", "mxfp4_e2m1", "rceil", "row_major", None)
-    words = {"sr": (1, 2), "h16_sr": (1, 2), "sr_h16_sr": (None, 2)}
+    counts = {"sr": (1, 2), "h16_sr": (1, 2), "sr_h16_sr": (None, 2)}
     for preprocessing, modes in named.items():
         for i, form in enumerate(("axis -1", "both")):
             if len(modes) <= i + 1:
-                own = quantizers.Quantizer(form, (32, 64), *names, preprocessing)
-                assert own.words == words.get(preprocessing, (0, 0))[i] * 4 * 64
-                assert (len(modes) == 0) == (not own.how)
+                quantizer = quantizers.Quantizer(form, (32, 64), *names, preprocessing)
+                assert quantizer.words == counts.get(preprocessing, (0, 0))[i] * 4 * 64
+                assert (len(modes) == 0) == (not quantizer.how)
     compiled = [
         variant.modes
         for variant in SHIPPED  # a sweep has windows; a product wants what is dequantized at once
@@ -569,8 +569,8 @@ def required(monkeypatch, capsys):
     """Runs with --require, and what it prints, where `numbers` says what a quantizer's row has."""
 
     def run(numbers, *options, require=True):
-        def measure(own, args):
-            us, fraction, speedup, *gbps = numbers(own)
+        def measure(case, args):
+            us, fraction, speedup, *gbps = numbers(case)
             row = {"us": us, "fraction_of_copy": fraction, "speedup_over_xla": speedup}
             return row | {"gbps": (gbps or [1.0])[0], "implementation": "cutedsl"}
 
@@ -623,8 +623,8 @@ def test_every_form_has_requirements_on_every_llm_shape(required):
 
 @pytest.mark.parametrize(("gbps", "want"), [(0.981, 0), (0.979, 1)])
 def test_blocked_scales_are_compared_with_row_major_ones(required, gbps, want):
-    def numbers(own):
-        return 300.0, 1.0, 9.0, gbps if own.scale_layout == "blocked_128x4" else 1.0
+    def numbers(case):
+        return 300.0, 1.0, 9.0, gbps if case.scale_layout == "blocked_128x4" else 1.0
 
     options = ["--form", "both", "--shapes", "65536x8192", "--scale-layout"]
     status, out = required(numbers, *options, "row_major", "blocked_128x4")
@@ -645,8 +645,8 @@ def test_uneven_and_small_shapes_have_requirements_of_their_own(required):
 
 
 def test_a_required_row_that_fails_is_not_met(required):
-    def numbers(own):
-        if own.shape == (65536, 8192):
+    def numbers(case):
+        if case.shape == (65536, 8192):
             raise MemoryError
         return 300.0, 1.0, 3.0
 
@@ -754,10 +754,10 @@ print(json.dumps([0, answer if name.endswith("128x128") else {"error": "no sm_42
 
 def test_products_of_peers_are_further_rows(tmp_path, monkeypatch, rows_by):
     stand_in(tmp_path, monkeypatch, PRODUCTS_PEER)
-    each = [products.Multiplied("many", 128, 128, 256), products.Multiplied("few", 64, 128, 256)]
-    each += [products.Multiplied(n, 512, 128, 256, 2, wgrad=n == "wgrad")
+    cases = [products.Multiplied("many", 128, 128, 256), products.Multiplied("few", 64, 128, 256)]
+    cases += [products.Multiplied(n, 512, 128, 256, 2, wgrad=n == "wgrad")
              for n in ("groups", "wgrad")]  # fmt: skip
-    monkeypatch.setattr(products, "PRODUCTS", each)
+    monkeypatch.setattr(products, "PRODUCTS", cases)
     tiles, other = rows_by("products", "--ways", "cuBLASLt*", "--peers")
     assert (tiles["us"], tiles["tflops"], tiles["library"]) == (2.0, 4.2, "torch 1.0")
     assert tiles["weights_tbs"] == round(256 * 128 / 2e6, 3)
@@ -792,13 +792,13 @@ def test_the_plot_shows_every_form_and_every_implementation():
     row = next(row for row in rows if plot.WHERE.items() <= row.items())
     theirs = {**row, "implementation": "x 1.0 Triton", "scaling": "floor", "gbps": 3000.0}
     elsewhere = {**theirs, "implementation": "not here", "dtype": "float32"}
-    found = plot.series([*rows, theirs, elsewhere])
-    assert [*found] == ["jax_mx", "copy", "XLA", "x 1.0 Triton (floor)"]
-    assert found["x 1.0 Triton (floor)"] == {row["form"]: 3.0}
-    assert found["XLA"][row["form"]] == pytest.approx(row["gbps"] / row["speedup_over_xla"] / 1e3)
+    series = plot.series([*rows, theirs, elsewhere])
+    assert [*series] == ["jax_mx", "copy", "XLA", "x 1.0 Triton (floor)"]
+    assert series["x 1.0 Triton (floor)"] == {row["form"]: 3.0}
+    assert series["XLA"][row["form"]] == pytest.approx(row["gbps"] / row["speedup_over_xla"] / 1e3)
     figure = plot.draw([*rows, theirs], "H200, a day")
     (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [*found["jax_mx"]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*series["jax_mx"]]
     assert "H200, a day" in axes.get_title("left")
     (legend,) = figure.legends
     texts = {text.get_text() for text in legend.get_texts()}
@@ -819,9 +819,9 @@ def test_the_readmes_picture(tmp_path, monkeypatch):
     two = 1 / peer["along rows"] + 1 / peer["along columns,\ntransposed"]  # two reads, two writes
     assert peer["both"] == pytest.approx(1 / two * 2 * 4 / (2 * 3), rel=0.02)  # of one read's bytes
     ways = {"bf16 lax.ragged_dot": 90, "bf16 Pallas": 600, "mxfp8": 550, "mxfp8, tiles": 900}
-    made = [{"case": case, "way": way, "tflops": n, "us": 1.0}
+    rows = [{"case": case, "way": way, "tflops": n, "us": 1.0}
             for case in ("forward", "decode") for way, n in ways.items()]  # fmt: skip
-    (tmp_path / "h200_moe.json").write_text(json.dumps({"rows": made}))
+    (tmp_path / "h200_moe.json").write_text(json.dumps({"rows": rows}))
     _, layer = plot.overview_bars()
     assert layer == {
         "jax_mx.moe, mxfp8, tiles": {"forward": 900},

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, normal
+from helpers import assert_bits_equal, assert_refused, mesh_of, normal
 
 import jax_mx
 from jax_mx import MXArray, Recipe
@@ -111,7 +111,7 @@ def test_keywords_of_tokamax():
 def test_what_tokamax_tries_elsewhere():
     w, sizes = jnp.stack([W, -W]), jnp.array([7, 30])
     integers = qarray(w.astype(jnp.int8), jnp.ones((2, 1, 1)))
-    for lhs, rhs, how, sentence in (
+    for lhs, rhs, options, sentence in (
         (X[:, :60], w[:, :60], {}, "60 elements, not a multiple"),
         (X, w, {"zero_initialize": True}, "zero_initialize is not served"),
         (X, integers, {}, "rhs is no MX array"),
@@ -119,34 +119,34 @@ def test_what_tokamax_tries_elsewhere():
          "dimension numbers"),
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match=sentence):
-            tokamax.ragged_dot(lhs, rhs, group_sizes=sizes, **how)
+            tokamax.ragged_dot(lhs, rhs, group_sizes=sizes, **options)
 
 
 # ---- MX switched off ---
 def test_floats_are_what_jax_multiplies():
     w, sizes = jnp.stack([W, -W]), jnp.array([7, 30])
-    how = {"recipe": "floats"}
+    options = {"recipe": "floats"}
     assert_bits_equal(
-        jax_mx.matmul(X, W, precision="highest", **how), jnp.matmul(X, W, precision="highest")
+        jax_mx.matmul(X, W, precision="highest", **options), jnp.matmul(X, W, precision="highest")
     )
-    assert_bits_equal(jax_mx.dot_general(X[:, :3], W[:3], PLAIN, **how), X[:, :3] @ W[:3])
+    assert_bits_equal(jax_mx.dot_general(X[:, :3], W[:3], PLAIN, **options), X[:, :3] @ W[:3])
     three = ("ab,bc,cd->ad", X, W, W.T)
-    assert_bits_equal(jax_mx.einsum(*three, **how), jnp.einsum(*three))
-    assert_bits_equal(jax_mx.ragged_dot(X, w, sizes, **how), jax.lax.ragged_dot(X, w, sizes))
+    assert_bits_equal(jax_mx.einsum(*three, **options), jnp.einsum(*three))
+    assert_bits_equal(jax_mx.ragged_dot(X, w, sizes, **options), jax.lax.ragged_dot(X, w, sizes))
     frozen = jax_mx.quantize(W, axis=0)
-    assert_bits_equal(jax_mx.matmul(X, frozen, **how), X @ frozen.dequantize(jnp.float32))
+    assert_bits_equal(jax_mx.matmul(X, frozen, **options), X @ frozen.dequantize(jnp.float32))
     experts = jax_mx.quantize(w.mT)  # (G, N, K)
     want = jax.lax.ragged_dot(X, experts.dequantize(jnp.float32).mT, sizes)
-    assert_bits_equal(jax_mx.ragged_dot(X, experts, sizes, **how), want)
+    assert_bits_equal(jax_mx.ragged_dot(X, experts, sizes, **options), want)
     weight = jax_mx.MXFP8.quantize_weight(W)
-    assert_bits_equal(jax_mx.matmul(X, weight, **how), X @ W)
+    assert_bits_equal(jax_mx.matmul(X, weight, **options), X @ W)
     assert jax_mx.can_multiply(X[:, :3], W[:3], PLAIN, recipe="floats") == (True, "")
 
     def curvature(matmul):
         slope = jax.grad(lambda w: (matmul(X, w) ** 2).sum())
         return jax.jvp(slope, (W,), (W,))[1]
 
-    assert_bits_equal(curvature(functools.partial(jax_mx.matmul, **how)), curvature(jnp.matmul))
+    assert_bits_equal(curvature(functools.partial(jax_mx.matmul, **options)), curvature(jnp.matmul))
 
 
 # ---- bfloat16: derivatives of any order ---
@@ -241,9 +241,7 @@ def test_the_weight_on_the_left_of_a_split_result():
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
 def test_derivatives_of_vmap_where_an_explicit_mesh_splits_the_mapped_axis(recipe):
     """They lie as the operands do, with the values of one device."""
-    mesh = jax.make_mesh(
-        (4,), "a", axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices("cpu")[:4]
-    )
+    mesh = mesh_of(4, axis_type=jax.sharding.AxisType.Explicit)
     rng = np.random.default_rng(3)
     x, w = (rng.integers(-3, 4, s).astype(np.float32) for s in ((4, 32, 64), (64, 32)))
 

@@ -63,7 +63,7 @@ NEVER_RUN = [
 
 @pytest.mark.sampled(300)
 @pytest.mark.parametrize(
-    "variant, arch", [pytest.param(*each, id=build.name_of(*each)) for each in NEVER_RUN]
+    "variant, arch", [pytest.param(*case, id=build.name_of(*case)) for case in NEVER_RUN]
 )
 def test_no_kernel_spills_registers(variant, arch):
     """Or the build of a release would fail; with --thorough all compile, which takes an hour."""
@@ -77,16 +77,16 @@ def _places(dsl: str) -> list[Path]:
     package = Path(build.__file__).parents[1]
     folders = ("quantizing/facts", "quantizing/sources", f"quantizing/kernels/{dsl}")
     folders += (f"products/{dsl}",)
-    found = [path for folder in folders for path in (package / folder).glob("*.py")]
+    paths = [path for folder in folders for path in (package / folder).glob("*.py")]
     shared = tuple(
         f"quantizing/kernels/{name}" for name in ("entry", "geometry", "noise", "tuning")
     )
     shared += tuple(f"formats/{name}" for name in ("directions", "formats", "layouts", "windows"))
     shared += (f"launch/{dsl}", "launch/chips", "launch/entry", "launch/rule")
-    found += [package / f"{name}.py" for name in shared]
+    paths += [package / f"{name}.py" for name in shared]
     rooms = [package / "norms" / name for name in ("source.py", f"{dsl}.py")]
-    found += [path for path in rooms if path.exists()]
-    return [path.relative_to(package) for path in found]
+    paths += [path for path in rooms if path.exists()]
+    return [path.relative_to(package) for path in paths]
 
 
 def _key(variant, arch: str, package: Path) -> str:
@@ -101,10 +101,10 @@ def _key(variant, arch: str, package: Path) -> str:
 def _tables(dsl: str, arch: str, monkeypatch) -> list[Path]:
     """The files that Python loads for an arch's table of tiles."""
     name, package = f"jax_mx.quantizing.kernels.{dsl}.tuning", Path(build.__file__).parents[1]
-    for known in [each for each in sys.modules if each.startswith(name)]:
+    for known in [module for module in sys.modules if module.startswith(name)]:
         monkeypatch.delitem(sys.modules, known)
     importlib.import_module(f"{name}.{arch}")
-    loaded = [module for each, module in sys.modules.items() if each.startswith(name)]
+    loaded = [module for loaded_name, module in sys.modules.items() if loaded_name.startswith(name)]
     return [Path(module.__file__).relative_to(package) for module in loaded]
 
 
@@ -123,12 +123,12 @@ def test_a_key_changes_with_each_table_and_source(dsl, arch, tmp_path, monkeypat
 
     first, seen = key(), set()
     assert first == content.key_of(variant, arch)  # where a package lies does not matter
-    for place in places:
-        text = (tmp_path / place).read_text()
-        (tmp_path / place).write_text(text + "\n# changed\n")
+    for path in places:
+        text = (tmp_path / path).read_text()
+        (tmp_path / path).write_text(text + "\n# changed\n")
         seen.add(key())
-        (tmp_path / place).write_text(text)
-        assert key() == first, place
+        (tmp_path / path).write_text(text)
+        assert key() == first, path
     assert first not in seen and len(seen) == len(places) > 10
     other = {"cutedsl": "flydsl", "flydsl": "cutedsl"}[dsl]
     kernels = tmp_path / "quantizing" / "kernels"
@@ -176,8 +176,8 @@ def test_the_build_is_incremental_by_content(implementation, tmp_path, monkeypat
     first = file.stat().st_mtime_ns, file.read_bytes()
     assert first[1] == store.get(variant, arch).image  # deterministic; on demand as ahead
     usage = [entry["usage"] for entry in build.entries_of(facts)]
-    for each in usage:
-        assert each["registers"] > 16 and each["shared"] >= 0 and each["stack"] == 0
+    for kernel in usage:
+        assert kernel["registers"] > 16 and kernel["shared"] >= 0 and kernel["stack"] == 0
     build.build([(variant, arch)], EVERY)
     assert "1 of 1 binaries are up to date" in capsys.readouterr().out
     assert first == (file.stat().st_mtime_ns, file.read_bytes())

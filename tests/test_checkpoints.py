@@ -34,7 +34,7 @@ def made(way="rows", format="mxfp6_e2m3", seed=0):
     return jax_mx.quantize(x, format, **WAYS[way])
 
 
-# What a target may differ in from made(), and how it does.
+# Targets that differ from made(), by the field that differs.
 OTHERS = {
     "format": made(format="mxfp6_e3m2"),
     "axis": made("columns"),
@@ -97,7 +97,7 @@ def test_orbax(way, orbax):
     checkpointer.wait_until_finished()
     target = jax.tree.map(jnp.zeros_like, tree)
     targets = (target, jax.eval_shape(lambda: target), None)
-    for restored in (checkpointer.restore(path, like) for like in targets):
+    for restored in (checkpointer.restore(path, target) for target in targets):
         restored = jax_mx.from_checkpoint(restored)
         for got, want in zip(restored["layers"], tree["layers"], strict=True):
             assert_same_array(got["w"], want["w"])
@@ -252,12 +252,12 @@ def test_numbers_and_lists_are_what_jax_makes_of_them(tmp_path):
     path = tmp_path / "w"
     numbers = {"step": 3, "rates": [0.1, 0.2], "on": True, "z": 1 + 2j, "most": float("inf")}
     jax_mx.save_safetensors(numbers, path)
-    found = jax_mx.load_safetensors(path)
-    assert {name: str(a.dtype) for name, a in found.items()} == {
+    loaded = jax_mx.load_safetensors(path)
+    assert {name: str(a.dtype) for name, a in loaded.items()} == {
         "step": "int32", "rates": "float32", "on": "bool", "z": "complex64", "most": "float32"
     }  # fmt: skip
-    assert found["z"] == 1 + 2j and np.isposinf(found["most"])
-    assert found["step"] == 3 and np.array_equal(found["rates"], np.float32([0.1, 0.2]))
+    assert loaded["z"] == 1 + 2j and np.isposinf(loaded["most"])
+    assert loaded["step"] == 3 and np.array_equal(loaded["rates"], np.float32([0.1, 0.2]))
 
 
 def test_a_file_is_replaced_behind_a_link_and_keeps_its_permissions(tmp_path):
@@ -277,11 +277,11 @@ def test_what_is_loaded_is_placed_as_what_is_expected(tmp_path):
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
     placed = {name: jax.device_put(tensors[name], where) for name in ("w", "b")}
     abstract = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=where)
-    for like in (placed | {"c": tensors["c"]}, placed | {"b": abstract, "c": tensors["c"]}):
-        found = jax_mx.load_safetensors(path, like)
-        assert_same_array(found["w"], made())
-        assert len(found["c"].devices()) == 1
-        for leaf in jax.tree.leaves((found["w"], found["b"])):
+    for expected in (placed | {"c": tensors["c"]}, placed | {"b": abstract, "c": tensors["c"]}):
+        loaded = jax_mx.load_safetensors(path, expected)
+        assert_same_array(loaded["w"], made())
+        assert len(loaded["c"].devices()) == 1
+        for leaf in jax.tree.leaves((loaded["w"], loaded["b"])):
             assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
     other = {**placed, "b": jnp.ones(3), "c": tensors["c"]}
     sentence = "'b' has the shape (4,), expected (3,)"
@@ -292,7 +292,7 @@ def test_safetensors_that_are_refused(tmp_path):
     path, save, load = tmp_path / "w", jax_mx.save_safetensors, jax_mx.load_safetensors
     save({"w": made(), "b": jnp.ones(3)}, path)
     ones = {"b": jnp.ones(3)}
-    for like, sentence in (
+    for expected, sentence in (
         *(
             ({"w": other, **ones}, f"load_safetensors: 'w' has the {field} ")
             for field, other in OTHERS.items()
@@ -304,7 +304,7 @@ def test_safetensors_that_are_refused(tmp_path):
         ({"w": made(), **ones, "c": 0}, "the file has no 'c'"),
         (ones, "the file has 'w', which is not expected"),
     ):
-        assert_refused(lambda like=like: load(path, like), ValueError, sentence)
+        assert_refused(lambda expected=expected: load(path, expected), ValueError, sentence)
     for tensors, error, sentence in (
         ({"w": made(), "w.values": jnp.ones(3)}, ValueError, "there are two tensors 'w.values'"),
         ([made()], TypeError, "save_safetensors: tensors must be a dictionary of arrays by name"),

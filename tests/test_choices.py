@@ -12,7 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, in_processes
+from helpers import (
+    assert_bits_equal,
+    assert_refused,
+    free_port,
+    in_processes,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -166,21 +171,21 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("operand", KINDS)
 @pytest.mark.sampled(4)
-def test_every_kind_of_operand_is_made(monkeypatch, kind):
+def test_every_kind_of_operand_is_made(monkeypatch, operand):
     """All that serve each of the three products agree on random operands of its kind."""
     costing(monkeypatch, dict.fromkeys(IMPLEMENTATIONS, 1.0))
 
     def loss(x, w):
-        return matmul(x, w, recipe=KINDS[kind]).astype(jnp.float32).sum()
+        return matmul(x, w, recipe=KINDS[operand]).astype(jnp.float32).sum()
 
     choice = quiet(jax.grad(loss, (0, 1)), ones(2, 64, 64), ones(64, 160))
     assert len(choice.entries) == 3
     served = [name for entry in choice.entries for name, us in entry.costs if us == 1.0]
     assert not re.search("failed|differs", str(choice))
     assert served.count("dequantize") == served.count("xla") == 3
-    assert served.count("fp8") == (3 if kind == "rows" else 0)
+    assert served.count("fp8") == (3 if operand == "rows" else 0)
 
 
 # ---- limits ---
@@ -211,8 +216,8 @@ def test_no_candidate_is_compiled_when_the_time_is_over(monkeypatch):
 
     monkeypatch.setattr(measuring.Candidate, "compile", compiling)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    (found,), _ = tuning.calls_in("autotune", matmul, (ones(8, 64), ones(64, 32)))
-    call = found.call.in_a_shard
+    (decided,), _ = tuning.calls_in("autotune", matmul, (ones(8, 64), ones(64, 32)))
+    call = decided.call.in_a_shard
     chosen, costs = measuring.measured(call, ["xla", "dequantize"], lambda: bool(compiled))
     assert compiled == ["xla"] and chosen == "xla"
     assert costs == {"xla": 9.0, "dequantize": measuring.OVER}
@@ -271,16 +276,16 @@ def test_calls_within_everything():
 
     custom = jax.custom_vjp(f)
     custom.defvjp(lambda x: (f(x), None), lambda _, g: (g,))
-    for each in (f, jax.jit(f), scanned, switched, looped, custom, jax.checkpoint(f)):
-        assert found(each, ones(8, 64)) == one, each
+    for wrapped in (f, jax.jit(f), scanned, switched, looped, custom, jax.checkpoint(f)):
+        assert found(wrapped, ones(8, 64)) == one, wrapped
     assert found(lambda x: f(jax.jit(f)(f(x))), ones(8, 64)) == {key: 3 for key in one}
-    like = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
-    assert found(f, like) == one
-    assert explain(lambda x: x + 1, like).calls == ()
-    assert str(explain(lambda x: x + 1, like)) == str(quiet(lambda x: x + 1, like)) == "no calls"
-    (call,) = explain(lambda x: matmul(x, w, precision="highest"), like).calls
+    abstract = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
+    assert found(f, abstract) == one
+    assert explain(lambda x: x + 1, abstract).calls == ()
+    assert [str(say(lambda x: x + 1, abstract)) for say in (explain, quiet)] == ["no calls"] * 2
+    (call,) = explain(lambda x: matmul(x, w, precision="highest"), abstract).calls
     assert call.key.how == "contracts 1:1, to bfloat16, highest precision"
-    assert len(found(jax.grad(lambda x, b: matmul(x, b).sum(), (0, 1)), like, b)) == 3
+    assert len(found(jax.grad(lambda x, b: matmul(x, b).sum(), (0, 1)), abstract, b)) == 3
     (call,) = explain(jax.vmap(matmul), ones(5, 8, 64), ones(5, 64, 32)).calls
     assert call.key.how == "contracts 2:2, batch 0:0, to bfloat16"
 
@@ -295,16 +300,16 @@ def test_shapes_of_shards():
 
     manual = jax.shard_map(matmul, in_specs=(P(("a", "b")), P(None, None)), out_specs=P(("a", "b")))
     with jax.set_mesh(mesh):
-        own = jax.device_put(x, P("b", None)), jax.device_put(w, P(None, "a"))
-        assert shapes(matmul, *own) == ["16x256", "48x256"]
+        sharded = jax.device_put(x, P("b", None)), jax.device_put(w, P(None, "a"))
+        assert shapes(matmul, *sharded) == ["16x256", "48x256"]
         together = jax.shard_map(matmul, in_specs=(P("a"), P()), out_specs=P("a"), axis_names={"a"})
         rest = jax.device_put(x, P("a")), jax.device_put(w, P())
         assert shapes(together, *rest)[0] == "32x256"
-        # What is looked up when it is lowered is what explain looks up.
-        choice = deciding("dequantize", matmul, *own)
-        before = lowered(matmul, *own)
+        # Lowering and explain look up the same key.
+        choice = deciding("dequantize", matmul, *sharded)
+        before = lowered(matmul, *sharded)
         with choice:
-            assert lowered(matmul, *own) != before
+            assert lowered(matmul, *sharded) != before
         assert shapes(manual, jax.device_put(x, P(("a", "b"))), rest[1])[0] == "8x256"
     auto = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     split = jax.device_put(x, NamedSharding(auto, P("a")))
@@ -339,14 +344,14 @@ def in_recipe(recipe):
     return partial(matmul, recipe=recipe)
 
 
-def grouped(x, w, recipe=jax_mx.MXFP8, **how):
-    return jax_mx.ragged_dot(x, w, SIZES, recipe=recipe, **how)
+def grouped(x, w, recipe=jax_mx.MXFP8, **options):
+    return jax_mx.ragged_dot(x, w, SIZES, recipe=recipe, **options)
 
 
 def call_of(f, *args):
     """The one product of a function."""
-    (found,), _ = tuning.calls_in("test", f, args)
-    return found.call.in_a_shard
+    (decided,), _ = tuning.calls_in("test", f, args)
+    return decided.call.in_a_shard
 
 
 def test_a_toy_implementation(monkeypatch):
@@ -364,7 +369,7 @@ def test_a_toy_implementation(monkeypatch):
     toy = ProductImplementation("toy", "any", support, run, lambda *_: False)
     monkeypatch.setitem(IMPLEMENTATIONS, "toy", toy)
     sizes = jnp.array([40, 24], jnp.int32)
-    grouped = lambda x, w, **how: jax_mx.ragged_dot(x, w, sizes, **how)  # noqa: E731
+    grouped = lambda x, w, **options: jax_mx.ragged_dot(x, w, sizes, **options)  # noqa: E731
     for f, shape in ((matmul, (96, 32)), (grouped, (2, 96, 32))):
         args = x, w = ones(64, 96), ones(*shape)
         with deciding("toy", f, *args):
@@ -390,7 +395,7 @@ def test_each_tiling_is_a_row():
 # another binary serves calls of few rows, that of floats times codes.
 CALLS = {
     "mxfp8": (in_recipe(jax_mx.MXFP8), 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
-    "mxfp4": (in_recipe(jax_mx.MXFP4), 64, 96, "matmul_mxfp4_e2m1_r{}", ROWS, ()),
+    "mxfp4": (in_recipe(jax_mx.MXFP4), 64, 4352, "matmul_mxfp4_e2m1_r{}", ROWS, ()),
     "windows": (in_recipe(jax_mx.Recipe(window=256)), 512, 96,
         "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w256", (128, ), (4, 8, 16, 64)),
     "tiles": (in_recipe(TILES), 512, 128, "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w128x128",
@@ -403,10 +408,10 @@ CALLS = {
 }  # fmt: skip
 
 
-def of_kind(kind, rows):
+def of_kind(name, rows):
     """A function that has one product, and its arguments."""
-    f, k, n, *_ = CALLS[kind]
-    return f, like(rows, k), like(2, k, n) if "groups" in kind else like(k, n)
+    f, k, n, *_ = CALLS[name]
+    return f, like(rows, k), like(2, k, n) if "groups" in name else like(k, n)
 
 
 def binaries(f, *args):
@@ -415,12 +420,12 @@ def binaries(f, *args):
     return {*re.findall(r"(matmul_\w+)_0\b", text)}
 
 
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("operands", CALLS)
 @pytest.mark.usefixtures("without_code")
-def test_the_table_of_kernels_says_which_tilings_serve_a_call(kind, monkeypatch):
+def test_the_table_of_kernels_says_which_tilings_serve_a_call(operands, monkeypatch):
     """Each is lowered to its binary, by an argument and by a choice; others say what there is."""
-    *_, binary, tilings, few = CALLS[kind]
-    f, *args = of_kind(kind, MANY)
+    *_, binary, tilings, few = CALLS[operands]
+    f, *args = of_kind(operands, MANY)
     on_hopper = {"device": "sm_90"}
     monkeypatch.setenv("JAX_MX_ARCHS", "sm_90")
     for tile in ROWS:
@@ -446,15 +451,15 @@ def test_the_table_of_kernels_says_which_tilings_serve_a_call(kind, monkeypatch)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(targets.chip_of(jax.devices()[0]) != "sm_90", reason="no kernels on this chip")
-@pytest.mark.parametrize("kind", CALLS)
-def test_every_tiling_computes_the_product(kind):
+@pytest.mark.parametrize("name", CALLS)
+def test_every_tiling_computes_the_product(name):
     """Operands are small integers, so that products and sums are exact."""
-    f, x, w = of_kind(kind, 300)
+    f, x, w = of_kind(name, 300)
     rng = np.random.default_rng(0)
     args = [jnp.asarray(rng.integers(-4, 5, a.shape), a.dtype) for a in (x, w)]
     f = partial(f, preferred_element_type=jnp.float32)
     want = f(*args, implementation="xla")
-    for tile in (*CALLS[kind][4], *CALLS[kind][5]):
+    for tile in (*CALLS[name][4], *CALLS[name][5]):
         assert_bits_equal(f(*args, implementation=f"cutedsl_r{tile}"), want)
 
 
@@ -465,7 +470,7 @@ def test_what_has_no_tilings():
         return jax.vjp(partial(grouped, recipe=jax_mx.BF16), ones(300, 64), w)[1](ones(300, 96))
 
     calls, _ = tuning.calls_in("test", weights, [like(2, 64, 96)])
-    (sums,) = [each.call for each in calls if each.call.numbers.groups == SUMS]
+    (sums,) = [entry.call for entry in calls if entry.call.numbers.groups == SUMS]
     floats = call_of(in_recipe(jax_mx.BF16), like(8, 64), like(64, 96))
     for call, sentence in (
         (sums, "sums over no groups: kernels that do have one tiling"),
@@ -477,7 +482,7 @@ def test_what_has_no_tilings():
             assert not row.worth(call)
 
 
-# Which tilings are measured beside the one that kernels take by themselves.
+# The tilings that are measured beside the one that kernels take by themselves.
 WORTH = {
     ("mxfp8", 1): [],  # that is of 4 rows
     ("mxfp8", 8): [4],
@@ -498,12 +503,12 @@ WORTH = {
 }
 
 
-@pytest.mark.parametrize(("kind", "rows"), WORTH)
-def test_tilings_worth_their_time(kind, rows):
+@pytest.mark.parametrize(("name", "rows"), WORTH)
+def test_tilings_worth_their_time(name, rows):
     """The tiling that holds the rows, and the next smaller one."""
-    call = call_of(*of_kind(kind, rows))
+    call = call_of(*of_kind(name, rows))
     worth = [n for n in ROWS if IMPLEMENTATIONS[f"cutedsl_r{n}"].worth(call)]
-    assert worth == WORTH[kind, rows]
+    assert worth == WORTH[name, rows]
 
 
 @pytest.fixture
@@ -522,28 +527,28 @@ def as_on_hopper(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("windows", marks=pytest.mark.thorough), "groups, tiles"]
+    "name", [pytest.param("windows", marks=pytest.mark.thorough), "groups, tiles"]
 )
 @pytest.mark.usefixtures("as_on_hopper")
-def test_tilings_are_candidates(kind, monkeypatch, tmp_path):
+def test_tilings_are_candidates(name, monkeypatch, tmp_path):
     """The fastest wins and is saved; one that is not worth its time is neither timed nor listed."""
-    f, *args = of_kind(kind, 128 if kind == "windows" else 512)
+    f, *args = of_kind(name, 128 if name == "windows" else 512)
     call = call_of(f, *args)
     table, asked = named(call.op), []
     (other,) = [name for name, row in table.items() if "_r" in name and row.worth(call)]
     costing(monkeypatch, dict.fromkeys(table, 9.0) | {"cutedsl": 2.0, other: 1.5}, asked)
     choice = quiet(f, *args)
     choice.save(tmp_path / "a.json")
-    for each in (choice, Choice.load(tmp_path / "a.json")):
-        (entry,) = each.entries
+    for loaded in (choice, Choice.load(tmp_path / "a.json")):
+        (entry,) = loaded.entries
         assert entry.chosen == other
         costs = dict(entry.costs)
         assert (costs["cutedsl"], costs[other]) == (2.0, 1.5)
         tilings = [name for name in costs if name.startswith("cutedsl")]
         assert tilings == ["cutedsl", other]
-        assert f"{other}, us" in str(each)
+        assert f"{other}, us" in str(loaded)
     assert {name for name in asked if "_r" in name} == {other}
-    # What is taken by itself is asked first, and what a table names is, worth it or not.
+    # The default comes first, and a table's tiling comes, whether it is worth its time or not.
     tile = "cutedsl_r128" if other != "cutedsl_r128" else "cutedsl_r256"
     with deciding(tile, f, *args):
         (entry,) = quiet(f, *args, candidates=1).entries
@@ -615,7 +620,7 @@ def test_the_order_of_who_decides(monkeypatch, tmp_path):
         return call.chosen, call.by
 
     assert told() == ("xla", "rule")
-    # Of another version: the package's own table counts all the same.
+    # The package's own table counts for another version, too.
     (key,) = (call.key for call in explain(matmul, x, w).calls)
     old = Key(key.op, key.chip, key.operands, key.how, "0.0.1")
     monkeypatch.setattr(choices, "TABLES", tmp_path)
@@ -670,9 +675,9 @@ def test_round_trip(tmp_path, monkeypatch):
     again.save(tmp_path / "b.json")
     assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"a.json", "b.json"}
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert found["jax_mx_tuning"] == 1
-    (entry,) = found["entries"]
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert content["jax_mx_tuning"] == 1
+    (entry,) = content["entries"]
     assert entry["operands"] == ["mxfp8_e4m3 8x64 along -1", "mxfp8_e4m3 32x64 along -1"]
     assert (entry["chosen"], entry["costs"]["dequantize"]) == ("scaled_dot", 8.25)
     # Later files win.
@@ -771,16 +776,11 @@ except Exception as error:
 
 
 def test_processes_with_different_timings_lower_the_same():
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    both = in_processes(2, PROGRAM, str(port), env={**os.environ, "XLA_FLAGS": ""})
+    both = in_processes(2, PROGRAM, free_port(), env={**os.environ, "XLA_FLAGS": ""})
     outs = [out for _, out, _ in both]
     told = ("RESULT", "ERROR ")
     lines = [[line.split() for line in out.splitlines() if line[:6] in told] for out in outs]
-    assert all(len(each) == 2 for each in lines), outs
+    assert all(len(line) == 2 for line in lines), outs
     (first, failed), (second, told) = lines
     assert first[1:4] == ["dequantize", "context", "True"]
     assert second == ["RESULT", "dequantize", "context", "False", first[-1]]
@@ -870,7 +870,7 @@ def test_the_script_has_what_matters_most_first():
         for c in cases
     ]
     assert ranks == sorted(ranks)
-    layers = {(model, layer) for model, each in tune.MODELS.items() for layer in each}
+    layers = {(model, layer) for model, layers in tune.MODELS.items() for layer in layers}
     assert {(c.model, c.layer) for c in cases} == layers
     assert {c.rows for c in cases} == {*tune.ROWS} and {c.recipe for c in cases} == {*tune.RECIPES}
 

@@ -301,11 +301,11 @@ def test_json_holds_the_same_facts(tmp_path, good, capsys):
     assert status == 0
     facts = json.loads(out)
     assert facts["jax_mx"] == jax_mx.__version__ and facts["jax"] == jax.__version__
-    assert [each["kind"] for each in facts["devices"]] == [
+    assert [device["kind"] for device in facts["devices"]] == [
         d["kind"] for d, _ in here.devices().values()
     ]
-    assert {each["op"] for each in facts["implementations"]} == {*here.OPS}
-    assert {each["arch"] for each in facts["kernels"]} >= {"sm_90a", "gfx950"}
+    assert {row["op"] for row in facts["implementations"]} == {*here.OPS}
+    assert {row["arch"] for row in facts["kernels"]} >= {"sm_90a", "gfx950"}
     row, zero = facts["tensors"]
     assert (row["tensor"], row["shape"], row["format"]) == ("good.npy", [2, 32], "mxfp8_e4m3")
     assert 20 < row["snr"] < 60
@@ -443,13 +443,13 @@ def test_bad_options(capsys):
 
 @pytest.mark.parametrize("axis", [-32, -2, 31])
 def test_implementations_of_every_op(axis):
-    found = here.servings(["mxfp4_e2m1", "mxfp6_e3m2"], axis, "bfloat16")
+    rows = here.servings(["mxfp4_e2m1", "mxfp6_e3m2"], axis, "bfloat16")
     kinds = len(here.devices())
-    assert [each["op"] for each in found] == [op for op in here.OPS for _ in range(2)] * kinds
+    assert [row["op"] for row in rows] == [op for op in here.OPS for _ in range(2)] * kinds
     if ON_CPU:
-        assert {each["implementation"] for each in found} == {"xla"}
-        assert all("no kernels for cpu" in each["reason"] for each in found)
-        _, table = here.serving_table(found)
+        assert {row["implementation"] for row in rows} == {"xla"}
+        assert all("no kernels for cpu" in row["reason"] for row in rows)
+        _, table = here.serving_table(rows)
         assert [row[:3] for row in table] == [
             [op, "mxfp4_e2m1, mxfp6_e3m2", "xla"] for op in here.OPS
         ]
@@ -457,8 +457,8 @@ def test_implementations_of_every_op(axis):
 
 def test_devices_are_a_list(monkeypatch):
     class Fake:
-        def __init__(self, kind):
-            self.device_kind, self.platform, self.compute_capability = kind, "gpu", "9.0"
+        def __init__(self, name):
+            self.device_kind, self.platform, self.compute_capability = name, "gpu", "9.0"
 
     monkeypatch.setattr(jax, "devices", lambda: [Fake("NVIDIA H200")] * 8 + [Fake("NVIDIA H100")])
     assert [*here.devices()] == [
@@ -469,7 +469,7 @@ def test_devices_are_a_list(monkeypatch):
 
 def test_kernels_that_are_held(tmp_path, monkeypatch):
     first, second, third = [v for v in SHIPPED if v.implementation == "cutedsl"][:3]
-    found = {
+    held = {
         first: store.Artifact({"sha256": "1"}, store.BINARIES, b""),
         second: store.Artifact({"sha256": "2"}, tmp_path, b""),
         third: store.Artifact({"sha256": "3"}, tmp_path, b""),
@@ -479,7 +479,7 @@ def test_kernels_that_are_held(tmp_path, monkeypatch):
         second.name: {"sha256": "another", "executed_on": ["NVIDIA H200"]},
         third.name: {"sha256": "3", "executed_on": []},
     }
-    monkeypatch.setattr(store, "find", lambda v, arch: found.get(v) if arch == "sm_90a" else None)
+    monkeypatch.setattr(store, "find", lambda v, arch: held.get(v) if arch == "sm_90a" else None)
     monkeypatch.setattr(verified, "read", lambda arch: recorded if arch == "sm_90a" else {})
     _, table = here.held_table(here.held())
     assert ["sm_90a", "H100, H200", "1", "2", "1: NVIDIA H200"] in table
@@ -520,17 +520,17 @@ def test_bytes_are_compared_and_calls_timed(flip, good, capsys, monkeypatch):
 def test_speed_is_measured(monkeypatch):
     """The measurement of a GPU, small, on any machine."""
     monkeypatch.setattr(ran, "LAYER", (8, 64, 64))
-    found = list(ran.speeds(["mxfp8_e4m3", "mxfp4_e2m1"], "bfloat16", output.Screen(io.StringIO())))
-    assert [(speed["op"], speed["format"]) for speed in found] == [
+    rows = list(ran.speeds(["mxfp8_e4m3", "mxfp4_e2m1"], "bfloat16", output.Screen(io.StringIO())))
+    assert [(speed["op"], speed["format"]) for speed in rows] == [
         (op, format) for format in ("mxfp8_e4m3", "mxfp4_e2m1") for op in here.OPS
     ]
-    for speed in found:
+    for speed in rows:
         elements = math.prod(speed["shape"])
         codes = elements // (2 if speed["format"] == "mxfp4_e2m1" else 1) + elements // 32
         assert speed["nbytes"] == 2 * elements + codes * (1 + (speed["op"] == "quantize_both"))
         assert speed["us"] > 0 and speed["copy_us"] > 0 and speed["plain_us"] > 0
         assert speed["equal"] is (None if ON_CPU else True)
-    names, table = ran.speed_table(found)
+    names, table = ran.speed_table(rows)
     assert {len(row) for row in table} == {len(names)}
 
 

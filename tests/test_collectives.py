@@ -16,9 +16,10 @@ from helpers import (
     assert_refused,
     assert_same_array,
     collectives,
-    free_port,
-    on_eight,
+    mesh_of,
+    on_two,
     random_bits,
+    step,
     with_table,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -37,15 +38,8 @@ ON_TWO = (pytest.mark.gpu, pytest.mark.skipif(len(jax.devices()) < 2, reason="wa
 PLATFORMS = ("cpu", pytest.param("gpu", marks=ON_TWO))
 
 
-def mesh_of(*shape, kind=AxisType.Auto, names="ab", platform="cpu"):
-    count = int(np.prod(shape))
-    devices = jax.devices(platform)[:count]
-    kinds = (kind,) * len(shape)
-    return jax.make_mesh(shape, tuple(names[: len(shape)]), axis_types=kinds, devices=devices)
-
-
 def in_shards(call, n, specs=ROWS, out=ROWS, platform="cpu"):
-    mesh = mesh_of(n, platform=platform)
+    mesh = mesh_of(n, devices=jax.devices(platform))
     return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out))
 
 
@@ -101,7 +95,7 @@ def check_bytes(move: str, n: int, format: str, options: dict, platform: str = "
     """A move of what is quantized gives what is quantized after the same move."""
     mx, floats = moves_of(move, n)
     turned = options.get("transpose", False)  # q has the axes of x.swapaxes(-1, -2)
-    own = {k: v for k, v in options.items() if k != "transpose"} | ({"axis": -1} if turned else {})
+    expected = {k: v for k, v in options.items() if k != "transpose"}
     side = n * unit_of(options)
     x = jnp.asarray(random_bits((n, side, side), jnp.bfloat16))
 
@@ -114,7 +108,7 @@ def check_bytes(move: str, n: int, format: str, options: dict, platform: str = "
     moved = in_shards(after, n, platform=platform)(x)
     program = in_shards(first, n, platform=platform)
     got = program(x)
-    assert_same_array(got, jax_mx.quantize(moved, format, **own | {"axis": got.axis}))
+    assert_same_array(got, jax_mx.quantize(moved, format, **expected | {"axis": got.axis}))
     types = {dtype for _, dtype, _ in collectives(program.lower(x).compile().as_text())}
     assert types <= {"u8"} and (n == 1 or types)
 
@@ -165,16 +159,16 @@ def test_moved_bytes_on_two_gpus(move, format, options):
 
 @pytest.mark.gpu
 @ON_TWO[1]
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("before", [ROWS, P(None, "a"), P()], ids=str)
-def test_resharded_bytes_on_two_gpus(kind, before):
-    mesh = mesh_of(2, kind=kind, platform="gpu")
+def test_resharded_bytes_on_two_gpus(axis_type, before):
+    mesh = mesh_of(2, axis_type=axis_type, devices=jax.devices("gpu"))
     x = jnp.asarray(random_bits((256, 512), jnp.bfloat16))
     want = jax_mx.quantize(x)
     with jax.set_mesh(mesh):
-        given = jax.device_put(np.asarray(x), NamedSharding(mesh, before))
+        sharded = jax.device_put(np.asarray(x), NamedSharding(mesh, before))
         for after in (ROWS, P(None, "a"), P()):
-            got = jax.jit(lambda x, to=after: jax_mx.reshard(jax_mx.quantize(x), to))(given)
+            got = jax.jit(lambda x, to=after: jax_mx.reshard(jax_mx.quantize(x), to))(sharded)
             assert got.values.sharding.is_equivalent_to(NamedSharding(mesh, after), 2)
             for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 assert_bits_equal(a, b)
@@ -285,7 +279,7 @@ def test_refused_under_jit():
             ValueError,
             "4 parts of dimension 1, of length 66, are not equal",
         )
-    mesh = mesh_of(2, 2, kind=AxisType.Explicit)
+    mesh = mesh_of(2, 2, axis_type=AxisType.Explicit)
     for call in (jax_mx.reshard, jax_mx.gather_weight):
         assert_refused(
             lambda c=call: c(q if c is jax_mx.reshard else w, NamedSharding(mesh, P("a"))),
@@ -312,14 +306,10 @@ FLOATS = 512 * 1024
 def gathered(recipe=MXFP8, spec=ROWS):
     """A product and both gradients, of a weight that is split as spec says."""
 
-    def call(x, w, dy):
-        def f(x, w):
-            return jax_mx.matmul(x, jax_mx.gather_weight(w, spec, recipe), recipe=recipe)
+    def f(x, w):
+        return jax_mx.matmul(x, jax_mx.gather_weight(w, spec, recipe), recipe=recipe)
 
-        y, pull = jax.vjp(f, x, w)
-        return y, *pull(dy)
-
-    return call
+    return step(f)
 
 
 def fsdp(w, y=ROWS):
@@ -383,19 +373,18 @@ def operands(name: str):
 @functools.cache
 def unmoved(name: str):
     """The results on one device, where nothing moves."""
-    given = operands(name)
-    if len(given) == 1:
-        return jax_mx.quantize(*given)
+    arrays = operands(name)
+    if len(arrays) == 1:
+        return jax_mx.quantize(*arrays)
     recipe = MXFP4 if "MXFP4" in name else Recipe(block=(32, 32)) if "square" in name else MXFP8
-    y, pull = jax.vjp(lambda x, w: jax_mx.matmul(x, w, recipe=recipe), *given[:2])
-    return (y, *pull(given[2]))
+    return step(functools.partial(jax_mx.matmul, recipe=recipe))(*arrays)
 
 
 def check_cell(name: str, mode: str) -> None:
     call, ins, outs, expected = CELLS[name]
-    kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     shape = (2, 4) if '"b"' in repr(ins).replace("'", '"') else (2,)
-    mesh = mesh_of(*shape, kind=kind)
+    mesh = mesh_of(*shape, axis_type=axis_type)
     take = call
     if "gather_weight" not in name:
         take = lambda x: call(jax_mx.quantize(x))  # noqa: E731
@@ -404,14 +393,14 @@ def check_cell(name: str, mode: str) -> None:
     where = jax.tree.map(lambda spec: NamedSharding(mesh, spec), outs, is_leaf=is_spec)
     with jax.set_mesh(mesh):
         pairs = zip(operands(name), ins, strict=True)
-        given = [jax.device_put(np.asarray(x), NamedSharding(mesh, spec)) for x, spec in pairs]
+        placed = [jax.device_put(np.asarray(x), NamedSharding(mesh, spec)) for x, spec in pairs]
         program = jax.jit(take, out_shardings=where if "gather_weight" in name else None)
-        compiled = program.lower(*given).compile()
-        got = compiled(*given)
-    found: Moves = {}
-    for (kind, dtype, size), count in collectives(compiled.as_text()).items():
-        found[f"{kind} {dtype}"] = found.get(f"{kind} {dtype}", 0) + size * count
-    assert found == expected[mode]
+        compiled = program.lower(*placed).compile()
+        got = compiled(*placed)
+    moved: Moves = {}
+    for (op, dtype, size), count in collectives(compiled.as_text()).items():
+        moved[f"{op} {dtype}"] = moved.get(f"{op} {dtype}", 0) + size * count
+    assert moved == expected[mode]
     for a, want in zip(jax.tree.leaves(got), jax.tree.leaves(unmoved(name)), strict=True):
         if name != "ppermute, e over 2":
             assert_bits_equal(a, want)
@@ -441,8 +430,8 @@ def table() -> list[str]:
     for name, (*_, expected) in CELLS.items():
         cells = []
         for mode in ("auto", "shard_map"):
-            each = expected.get(mode, {}).items()
-            cells.append(", ".join(f"{what}: {size:,}" for what, size in each))
+            moves = expected.get(mode, {}).items()
+            cells.append(", ".join(f"{op}: {size:,}" for op, size in moves))
         assert expected.get("auto") == expected.get("explicit")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
@@ -470,7 +459,7 @@ def test_the_table_is_current():
 )
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_gathered_forms_are_those_of_the_gathered_floats(shape, spec, recipe, dims, platform):
-    mesh = mesh_of(2, platform=platform)
+    mesh = mesh_of(2, devices=jax.devices(platform))
     w = jnp.asarray(random_bits(shape, jnp.bfloat16))
     want = jax.jit(functools.partial(recipe.quantize_weight, **dims))(w)
 
@@ -491,7 +480,8 @@ def assert_same_weight(got, want):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert got.floats.shape == want.floats.shape and got.floats.dtype == want.floats.dtype
     for form in names:
-        pairs = zip(*(jax.tree.leaves(getattr(each, form)) for each in (got, want)), strict=True)
+        leaves = (jax.tree.leaves(getattr(weight, form)) for weight in (got, want))
+        pairs = zip(*leaves, strict=True)
         for a, b in pairs:
             assert_bits_equal(a, b, form)
 
@@ -512,8 +502,8 @@ def test_a_gathered_weight_of_a_scan_under_remat_trains():
     want = jax.jit(jax.grad(functools.partial(loss, gather=lambda w: w), (0, 1)))(w, x)
 
     def local(ws, x):
-        own = functools.partial(loss, gather=lambda w: jax_mx.gather_weight(w, P("a")))
-        return jax.grad(own, (0, 1))(ws, x)
+        gathering = functools.partial(loss, gather=lambda w: jax_mx.gather_weight(w, P("a")))
+        return jax.grad(gathering, (0, 1))(ws, x)
 
     specs = (P(None, "a"), P("a"))
     got = in_shards(local, 2, specs, specs)(w, x)
@@ -593,8 +583,8 @@ def test_exported_collectives():
         local = jax.shard_map(whole_of, mesh=mesh, in_specs=P("a"), out_specs=P(), check_vma=False)
         return jax_mx.reshard(q, NamedSharding(mesh, P())), local(x)
 
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-    exported = jax.export.export(jax.jit(call), platforms=["cpu"])(like)
+    abstract = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    exported = jax.export.export(jax.jit(call), platforms=["cpu"])(abstract)
     again = jax.export.deserialize(exported.serialize())
     for q in jax.jit(again.call)(jax.device_put(x, where)):
         assert_same_array(q, jax_mx.quantize(x))
@@ -605,9 +595,6 @@ def test_two_processes(tmp_path):
     """jax.distributed, four CPU devices each: the bytes of one device, and bytes that move."""
     code = """
         from helpers import assert_bits_equal, collectives, random_bits
-
-        me, port = int(sys.argv[1]), sys.argv[2]
-        jax.distributed.initialize(f"localhost:{port}", 2, me)
         mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
         whole = random_bits((256, 256), "bfloat16")
         make = lambda spec: jax.make_array_from_callback(
@@ -642,10 +629,8 @@ def test_two_processes(tmp_path):
         if me == 0:
             jax_mx.save_safetensors(tensors, path)
             assert_bits_equal(jax_mx.load_safetensors(path)["q"].values, np.asarray(q.values))
-        print("right")
     """
-    out = on_eight(code, free_port(), str(tmp_path / "file"), processes=2, devices=4)
-    assert [each.splitlines()[-1] for each in out] == ["right"] * 2  # Gloo talks, too
+    on_two(code, str(tmp_path / "file"))
 
 
 if __name__ == "__main__":

@@ -30,20 +30,20 @@ def disassemble(code: CodeObject, kernel: str) -> list[tuple[int, str, int]]:
     entries = [*sorted(k.entry for k in code.kernels.values()), len(code.memory)]
     pc = code.kernels[kernel].entry
     limit = entries[entries.index(pc) + 1]
-    found, target = [], pc
+    instructions, target = [], pc
     while pc < limit:
         name, to, size = _decoded(bytes(code.memory[pc : pc + 16]))
-        found.append((pc, name, to))
+        instructions.append((pc, name, to))
         pc += size
         if name.startswith(BRANCHES):
             target = max(target, pc + 4 * to)
         # Behind an end there may be code, from which a branch leads back, last of all.
         if name in ("s_endpgm", "s_branch") and target < pc:
-            return found
+            return instructions
     raise ValueError(f"{kernel} does not end")
 
 
-# What was decoded before, by its bytes; no instruction is the beginning of another.
+# Instructions decoded before, by their bytes; no instruction is the beginning of another.
 _known: dict[bytes, tuple[str, int, int]] = {}
 
 
@@ -88,8 +88,8 @@ def test_accesses_are_16_bytes_a_lane(variant, arch):
         floats, values = elements * itemsize, elements * count // packed
         assert moved["load", True] == (floats if quantizes else values)
         assert moved["store", True] == (values if quantizes else floats)
-        words = 4 * variant.block_data * (elements // BLOCK)
-        assert moved["load" if quantizes else "store", False] == words
+        data_bytes = 4 * variant.block_data * (elements // BLOCK)
+        assert moved["load" if quantizes else "store", False] == data_bytes
         # Alternatives, of which a lane takes one: a word, or its bytes.
         assert moved["store" if quantizes else "load", False] <= 8 * count
 
@@ -121,8 +121,8 @@ def test_accesses_coalesce(variant, arch):
         x = operand(variant, ones, **options)
         results = jax.eval_shape(call(variant, "xla", **options), x)
         addresses, operands = [], [*jax.tree.leaves(x), *words_behind(variant, ones, **options)]
-        for i, like in enumerate([*operands, *jax.tree.leaves(results)]):
-            size = like.size * like.dtype.itemsize
+        for i, array in enumerate([*operands, *jax.tree.leaves(results)]):
+            size = array.size * array.dtype.itemsize
             room = np.zeros(size + 64, np.uint8)
             skew = -room.__array_interface__["data"][0] % 64
             window = room[skew : skew + size]

@@ -62,10 +62,10 @@ class Faulty:
 each_fault = pytest.mark.parametrize(
     ("operation", "first", "error"),
     [
-        pytest.param(operation, first, ERRORS[kind], id=f"{operation}-{first}-{kind}")
+        pytest.param(operation, first, ERRORS[error], id=f"{operation}-{first}-{error}")
         for operation in OPERATIONS
         for first in range(4)
-        for kind in ERRORS
+        for error in ERRORS
     ],
 )
 
@@ -125,8 +125,8 @@ def test_a_kernel_is_had_and_nothing_half_done_stays(
     if operation != "unlink":
         assert not leftovers(tmp_path)
     monkeypatch.setattr(files, "os", os)
-    found = store.find(AMD, ARCH)
-    assert found is not None and found.image == IMAGE
+    binary = store.find(AMD, ARCH)
+    assert binary is not None and binary.image == IMAGE
     if (cache / f"{key_of(AMD, ARCH)}.json").exists():  # what another process reads is whole
         store._read.clear()
         assert store.find(AMD, ARCH).image == IMAGE

@@ -78,8 +78,8 @@ def with_gradients(f, number=2):
     """A function for f's result and the gradients to its first operands."""
 
     def run(*args):
-        given, rest = args[:number], args[number:]
-        y, pull = jax.vjp(lambda *given: f(*given, *rest), *given)
+        differentiated, rest = args[:number], args[number:]
+        y, pull = jax.vjp(lambda *differentiated: f(*differentiated, *rest), *differentiated)
         return y, *pull(jnp.ones_like(y))
 
     return run
@@ -102,9 +102,9 @@ LOWERED = [
 def test_gives_nothing_or_zeros(name):
     f, operands = CASES[name]
     args = [jnp.ones(a.shape, a.dtype) for a in operands]
-    for found in jax.tree.leaves(jax.jit(f)(*args)):
-        if jnp.issubdtype(found.dtype, jnp.floating) and found.dtype.itemsize > 1:
-            assert not np.asarray(found, np.float32).any()
+    for result in jax.tree.leaves(jax.jit(f)(*args)):
+        if jnp.issubdtype(result.dtype, jnp.floating) and result.dtype.itemsize > 1:
+            assert not np.asarray(result, np.float32).any()
 
 
 @pytest.mark.sampled(7)

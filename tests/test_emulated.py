@@ -19,6 +19,7 @@ from helpers import (
     BY_ROWS,
     GOLDEN_SETS,
     TILES,
+    assert_same,
     assert_same_array,
     changed_kernels,
     every_bfloat16,
@@ -27,6 +28,7 @@ from helpers import (
     hard_blocks,
     in_tiles,
     lowered_apart,
+    mesh_of,
     preprocessing,
     random_bits,
     zero_scales,
@@ -104,8 +106,8 @@ def check(arch, variant, key, layout="row_major", scaling="rceil", order="lockst
     assert _ffi.counters()["launches"] - before == (0 not in getattr(x, "shape", key))
     for i, (g, w) in enumerate(zip(bytes_of(got), bytes_of(want), strict=True)):
         bad = np.flatnonzero(g != w)
-        what = f"{key} {layout} {scaling} {order}: result {i}"
-        assert not len(bad), f"{what}: {len(bad)} of {len(g)} bytes differ, first at {bad[:5]}"
+        label = f"{key} {layout} {scaling} {order}: result {i}"
+        assert not len(bad), f"{label}: {len(bad)} of {len(g)} bytes differ, first at {bad[:5]}"
 
 
 @pytest.mark.every_binary
@@ -166,11 +168,11 @@ def test_every_entry(variant, arch):
 @each_binary([v for v in FLYDSL if in_tiles(v)], 0)
 def test_values_in_tiles(variant, arch):
     """Each way to ask, with each layout of scales, by the entries in turn."""
-    each = [(how, layout) for how in in_tiles(variant) for layout in layouts_of(variant)]
-    for i, (how, layout) in enumerate(each):
-        options = {**how, "scale_layout": layout}
+    cases = [(tiles, layout) for tiles in in_tiles(variant) for layout in layouts_of(variant)]
+    for i, (tiles, layout) in enumerate(cases):
+        options = {**tiles, "scale_layout": layout}
         (shape,) = some(variant, TILES, turn=i)
-        for entry in range(2) if len(each) == 1 else ((FLYDSL.index(variant) + i) % 2,):
+        for entry in range(2) if len(cases) == 1 else ((FLYDSL.index(variant) + i) % 2,):
             program = Program(variant, arch, shape, **options)
             if not program.takes(entry):
                 shape = (64, 256)  # whole windows
@@ -254,8 +256,8 @@ def test_one_dimension(arch):
 @pytest.mark.parametrize("form", ["second_transposed, tiles", "both_transposed"])
 def test_forms_without_a_kernel_go_along_rows(arch, form):
     """Other dtypes than bfloat16, and other pairs than there are kernels for."""
-    op, how, shape, results = BY_ROWS[form]
-    run = functools.partial(getattr(jax_mx, op), format="mxfp4_e2m1", **how)
+    op, options, shape, results = BY_ROWS[form]
+    run = functools.partial(getattr(jax_mx, op), format="mxfp4_e2m1", **options)
     x = jnp.asarray(random_bits(shape, "bfloat16" if results == 2 else "float32"))
     want = jax.jit(functools.partial(run, implementation="xla"))(x)
     before = _ffi.counters()["launches"]
@@ -348,7 +350,7 @@ def test_transforms_and_eight_devices(arch):
 )
 def test_shards_of_transforms_of_two_blocks(shape, axis, gathers):
     """Two blocks: XLA gathers them for the call; it does not where shards have both."""
-    mesh = jax.make_mesh((2,), ("a",), (AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    mesh = mesh_of(2)
     x = jnp.asarray(random_bits(shape, "bfloat16"))
     signs = jnp.arange(64) % 3 == 0
     f = functools.partial(
@@ -401,19 +403,15 @@ def test_values_in_tiles_are_those_moved(options, writes, monkeypatch):
     )
     want = [q.with_values_in("shuffled_16x16") for q in jax.jit(plain)(x)]
 
-    def same(got, what):
-        for g, w in zip(got, want, strict=True):
-            assert_same_array(g, w, what)
-
     with emulate("gfx950"), apart:
-        same(jax.jit(shuffled)(x), "jit")
+        assert_same(jax.jit(shuffled)(x), want, "jit")
         if options.get("axis") != 0:
-            same(jax.jit(jax.vmap(shuffled))(x), "vmap")
-        for kind, spec in ((AxisType.Auto, ("a", "b")), (AxisType.Explicit, (None, "a", "b"))):
-            mesh = jax.make_mesh((2, 4), ("a", "b"), (kind,) * 2, devices=jax.devices("cpu"))
+            assert_same(jax.jit(jax.vmap(shuffled))(x), want, "vmap")
+        for axis_type, spec in ((AxisType.Auto, ("a", "b")), (AxisType.Explicit, (None, "a", "b"))):
+            mesh = mesh_of(2, 4, axis_type=axis_type)
             with jax.set_mesh(mesh):
                 shards = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
-                same(jax.jit(shuffled)(shards), str(spec))
+                assert_same(jax.jit(shuffled)(shards), want, str(spec))
 
 
 @pytest.mark.sampled(4)
@@ -436,10 +434,10 @@ def test_eight_threads(arch):
 def test_export_carries_both_archs(context):
     """From a machine without a GPU; the arch is chosen where the program is loaded."""
     run = jax.jit(lambda x: jax_mx.quantize(x, implementation="flydsl").values)
-    like = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    abstract = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     export = functools.partial(
         jax.export.export(run, platforms=["rocm"], disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS),
-        like,
+        abstract,
     )
     if context:
         with emulate(context):
@@ -453,7 +451,8 @@ def test_export_carries_both_archs(context):
 def _more_than_there_is(facts, image):
     launch = facts["launches"]["row_major"]
     launch["scalars"] = [
-        [size, [-1, 1 << 20, 0]] if size == 8 else [size, what] for size, what in launch["scalars"]
+        [size, [-1, 1 << 20, 0]] if size == 8 else [size, lengths]
+        for size, lengths in launch["scalars"]
     ]
     for entry in launch["entries"]:
         entry["grid"] = [[0, -1, 64, 0, 1]]

@@ -320,13 +320,13 @@ VECTOR |= {
     "v_cmp_u_f32": [((NAN, f32(1)), 1), ((f32(1), f32(2)), 0)],
     "v_cmp_o_f32": [((NAN, f32(1)), 0), ((f32(1), f32(2)), 1)],
     **{
-        f"v_cmp_n{name}_{kind}": [
+        f"v_cmp_n{name}_{suffix}": [
             ((of(np.nan), of(1)), 1),
             ((of(1), of(2)), less),
             ((of(2), of(2)), same),
             ((of(2), of(1)), more),
         ]
-        for kind, of in (("f32", f32), ("f16", bits16))
+        for suffix, of in (("f32", f32), ("f16", bits16))
         for name, less, same, more in (
             ("lt", 0, 1, 1),
             ("le", 0, 0, 1),
@@ -343,8 +343,8 @@ def encodings(name: str):
     base, _, clamp = name.partition(" ")
     compares = name.startswith("v_cmp")
     operands, at = [], 0
-    for kind in kinds.replace("m", ""):
-        operands.append(v[at : at + 1] if kind in "UIF" else v[at])
+    for letter in kinds.replace("m", ""):
+        operands.append(v[at : at + 1] if letter in "UIF" else v[at])
         at += 2
     wide = name.split("_")[-1] in ("b64", "i64", "u64") or "mad" in name
     wide = wide or (name.endswith("f64") and "cvt" not in name) or "cvt_f64" in name
@@ -637,8 +637,8 @@ def test_matrices_of_codes(side, formats):
         # Each lane has a scale of its own, of which the block's counts.
         scales = np.arange(64) + 100, np.arange(64) + 90
         every = [(lane, i) for lane in range(n, 64, side) for i in range(32)]  # all of B's row
-        blocks = [own[lane_row + side * (columns[0] // 32)] - 127.0
-                  for own, lane_row in zip(scales, (m, n), strict=True)]  # fmt: skip
+        blocks = [lane_scales[lane_row + side * (columns[0] // 32)] - 127.0
+                  for lane_scales, lane_row in zip(scales, (m, n), strict=True)]  # fmt: skip
         want = np.zeros((side, side))
         want[m, n] = 2.0 ** sum(blocks)
         got = multiplied(side, formats, [a], every, scales)
@@ -653,13 +653,13 @@ def test_scales_of_matrices(side):
     """A byte of the register; 255 makes a row NaN, 0 is 2^-127."""
     row, col = [(5, 0)], [(7, 0)]
     for byte in range(4):
-        words = [0xFFFFFFFF ^ (0xFF ^ n) << 8 * byte for n in (0, 254)]
+        scale_words = [0xFFFFFFFF ^ (0xFF ^ n) << 8 * byte for n in (0, 254)]
         picks = {"opsel": 3 * (byte & 1), "opsel_hi": 3 * (byte >> 1)}
-        got = multiplied(side, (0, 0), row, col, words, **picks)
+        got = multiplied(side, (0, 0), row, col, scale_words, **picks)
         assert got[5, 7] == 1 and np.count_nonzero(got) == 1
-    words = np.full(64, 127), 127
-    words[0][5 + side] = 255  # of a block of zeros
-    got = multiplied(side, (0, 0), row, col, words)
+    scale_words = np.full(64, 127), 127
+    scale_words[0][5 + side] = 255  # of a block of zeros
+    got = multiplied(side, (0, 0), row, col, scale_words)
     assert np.isnan(got[5]).all() and np.isnan(got).sum() == side
 
 
@@ -681,8 +681,8 @@ def test_matrices_of_bfloat16(code, side, many):
     for register, matrix in ((0, a), (2, b)):
         halves = matrix.view(U32) >> U32(16)
         for lane in range(64):
-            own = halves[lane % side, many * (lane // side) :][:many]
-            vector[register : register + 2, 0, lane] = own[::2] | own[1::2] << U32(16)
+            lane_codes = halves[lane % side, many * (lane // side) :][:many]
+            vector[register : register + 2, 0, lane] = lane_codes[::2] | lane_codes[1::2] << U32(16)
     scalar = np.full((128, 1), 0xFFFFFFFF, U32)
     space = Space(Global(), Shared(1, 0), 3, accumulators=40)
     state = Waves(space, 0, np.zeros(1, int), scalar, vector)
@@ -901,15 +901,15 @@ LOADS = [  # name, bytes read, what the register holds of 0x0807060504030201...
 def test_global_loads(name, size, want):
     data = np.arange(1, 1025, dtype=np.uint8)
     memory, scalars = buffers(data)
-    words = max(size // 4, 1)
+    dwords = max(size // 4, 1)
     make = getattr(ins, f"global_load_{name}")
-    out = v[OUT] if words == 1 else v[OUT : OUT + words - 1]
+    out = v[OUT] if dwords == 1 else v[OUT : OUT + dwords - 1]
     vectors = {0: [16 * lane for lane in range(64)], OUT: 0x77777777}
     code = make(vdst=out, addr=v[0], saddr=s[4:5])
     state = execute(code, vectors=vectors, scalars=scalars, memory=memory)
     assert state.vector[OUT, 0, 0] == want
     whole = data.view(U32).reshape(64, 4)
-    for word in range(words if size >= 4 else 0):
+    for word in range(dwords if size >= 4 else 0):
         assert (state.vector[OUT + word, 0] == whole[:, word]).all()
     # Addresses from a pair of registers, with an offset below zero.
     vectors |= {2: [scalars[4] + 16 * lane + 64 for lane in range(60)]}
@@ -930,8 +930,8 @@ STORES = [
 def test_global_stores(name, size, want):
     source, target = np.zeros(16, np.uint8), np.full(1024, 0xEE, np.uint8)
     memory, scalars = buffers(source, target)
-    words = max(size // 4, 1)
-    data = v[8] if words == 1 else v[8 : 8 + words - 1]
+    dwords = max(size // 4, 1)
+    data = v[8] if dwords == 1 else v[8 : 8 + dwords - 1]
     vectors = {0: [16 * lane for lane in range(64)]}
     vectors |= {8: 0x11223344, 9: 0x55555555, 10: 0x66666666, 11: 0x77777777}
     code = getattr(ins, f"global_store_{name}")(data=data, addr=v[0], saddr=s[6:7])
@@ -991,8 +991,8 @@ LDS = [
 
 @pytest.mark.parametrize("write,size,read", LDS)
 def test_lds(write, size, read):
-    words = max(size // 4, 1)
-    data, out = (v[r] if words == 1 else v[r : r + words - 1] for r in (8, OUT))
+    dwords = max(size // 4, 1)
+    data, out = (v[r] if dwords == 1 else v[r : r + dwords - 1] for r in (8, OUT))
     code = [
         getattr(ins, f"ds_write_{write}")(addr=v[0], data0=data, offset0=32),
         getattr(ins, f"ds_read_{read}")(addr=v[1], vdst=out, offset0=32),
@@ -1001,7 +1001,7 @@ def test_lds(write, size, read):
     vectors = {0: lanes, 1: [*reversed(lanes)]}
     vectors |= {8 + i: [100 + 10 * i + lane for lane in range(8)] for i in range(4)}
     state = execute(*code, vectors=vectors, exec_=0xFF)
-    for i in range(words):
+    for i in range(dwords):
         assert state.vector[OUT + i, 0, :8].tolist() == [107 + 10 * i - lane for lane in range(8)]
     for address, message in ((1024 - 32, "out of bounds"), (1, "unaligned")):
         if size > 1 or address > 1:
@@ -1113,7 +1113,7 @@ def test_every_instruction_has_expectations():
     assert set(isa.PACKED) == packed
     assert {name for name, _ in isa.CONVERSIONS} == {
         "v_cvt_scalef32_pk_fp4_f32",
-        *(f"v_cvt_pk_{kind}_f32" for kind in ("fp8", "bf8", "bf16", "f16")),
+        *(f"v_cvt_pk_{dtype}_f32" for dtype in ("fp8", "bf8", "bf16", "f16")),
     }
     assert set(isa.TRUTH_TABLES) == {"v_bitop3_b32", "v_bitop3_b16"}
     bfloat16 = {"v_mfma_f32_16x16x16_bf16", "v_mfma_f32_32x32x8_bf16"}

@@ -61,7 +61,7 @@ def tiles_like(symbols: str):
 
 RANDOM = Stochastic(KEY, 0.75), Hadamard(64, jnp.asarray(SIGNS))
 TALL, SHORT = (quantized(jnp.ones((3, n, 64)), **TILED) for n in (128, 100))
-# What is exported, the arguments that it is exported for, and those that it is called with.
+# The exported function, the arguments that it is exported for, and those that it is called with.
 CASES = {
     "rows": (quantized, [like("n, 64")], [[floats(7, 64)]]),
     **{
@@ -104,8 +104,9 @@ CASES = {
 
 
 def exported(call, args) -> bytes:
-    how = {"platforms": ("cpu", "cuda", "rocm"), "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
-    program = jax.export.export(jax.jit(call), **how)(*args)
+    platforms, checks = ("cpu", "cuda", "rocm"), jax_mx.DISABLE_EXPORT_CHECKS
+    export = jax.export.export(jax.jit(call), platforms=platforms, disabled_checks=checks)
+    program = export(*args)
     assert store.TARGET in program.mlir_module() or call is at_random  # no kernel rotates by 64
     return bytes(program.serialize())
 
@@ -121,9 +122,9 @@ def same(got, want) -> None:
 @pytest.mark.usefixtures("without_code")
 @pytest.mark.parametrize("name", CASES)
 def test_an_exported_program_gives_the_same_bits(name):
-    call, likes, each = CASES[name]
-    program = jax.export.deserialize(exported(call, likes or each[0]))
-    for args in each:
+    call, likes, arguments = CASES[name]
+    program = jax.export.deserialize(exported(call, likes or arguments[0]))
+    for args in arguments:
         same(program.call(*args), jax.jit(call)(*args))
 
 

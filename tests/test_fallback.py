@@ -14,26 +14,26 @@ PLAIN = (((1,), (0,)), ((), ()))
 
 
 @pytest.mark.parametrize(
-    ("lhs", "rhs", "how", "call"),
+    ("lhs", "rhs", "dimensions", "call"),
     [
-        (X, W, PLAIN, lambda x, w, **how: jax_mx.dot_general(x, w, PLAIN, **how)),
-        (X, W, "ab,bc->ac", lambda x, w, **how: jax_mx.einsum("ab,bc->ac", x, w, **how)),
+        (X, W, PLAIN, lambda x, w, **options: jax_mx.dot_general(x, w, PLAIN, **options)),
+        (X, W, "ab,bc->ac", lambda x, w, **options: jax_mx.einsum("ab,bc->ac", x, w, **options)),
         (X[:, :64], X[0, :64], "...k,k->...k",
-         lambda x, w, **how: jax_mx.einsum("...k,k->...k", x, w, **how)),
+         lambda x, w, **options: jax_mx.einsum("...k,k->...k", x, w, **options)),
         (X, W[None], np.array([8]),
-         lambda x, w, **how: jax_mx.ragged_dot(x, w, np.array([8]), **how)),
+         lambda x, w, **options: jax_mx.ragged_dot(x, w, np.array([8]), **options)),
     ],
 )  # fmt: skip
-def test_why_not_and_fallback(lhs, rhs, how, call):
-    can, why_not = jax_mx.can_multiply(lhs, rhs, how)
+def test_why_not_and_fallback(lhs, rhs, dimensions, call):
+    can, why_not = jax_mx.can_multiply(lhs, rhs, dimensions)
     assert not can
     assert_refused(lambda: call(lhs, rhs), ValueError, why_not)
-    if isinstance(how, str):
-        want = jnp.einsum(how, lhs, rhs)
-    elif how is PLAIN:
+    if isinstance(dimensions, str):
+        want = jnp.einsum(dimensions, lhs, rhs)
+    elif dimensions is PLAIN:
         want = lhs @ rhs
     else:
-        want = jax.lax.ragged_dot(lhs, rhs, how)
+        want = jax.lax.ragged_dot(lhs, rhs, dimensions)
     np.testing.assert_allclose(call(lhs, rhs, fallback="floats"), want, rtol=1e-5, atol=1e-4)
     rounded = call(lhs, rhs, fallback="bf16")
     assert rounded.dtype == jnp.float32
@@ -46,20 +46,20 @@ def test_can():
 
     frozen = jax_mx.quantize(W[:64], axis=0)
     weight = jax_mx.MXFP8.quantize_weight(W[:64])
-    for lhs, rhs, how in (
+    for lhs, rhs, dimensions in (
         (like(4, 64), like(64, 3, dtype=jnp.float32), PLAIN),
         (like(4, 64), like(2, 64, 3), like(2, dtype=jnp.uint32)),
         (like(2, 8, 4, 64), like(64, 3), "...a,ab->...b"),
         (like(4, 64), frozen, PLAIN),
         (like(4, 64), weight, "ab,bc->ac"),
     ):
-        assert jax_mx.can_multiply(lhs, rhs, how) == (True, "")
-    for lhs, rhs, how, sentence in (
+        assert jax_mx.can_multiply(lhs, rhs, dimensions) == (True, "")
+    for lhs, rhs, dimensions, sentence in (
         (like(4, 64, dtype=jnp.int8), like(64, 3), PLAIN, "lhs is int8"),
         (frozen, like(64, 3), PLAIN, "lhs has blocks"),
         (like(4, 64), like(2, 64, 3), like(2), "group_sizes are bfloat16"),
     ):
-        can, why_not = jax_mx.can_multiply(lhs, rhs, how)
+        can, why_not = jax_mx.can_multiply(lhs, rhs, dimensions)
         assert not can and sentence in why_not
     for numbers, lead in ((PLAIN, ()), ("ab,bc->ac", ()), (like(2, dtype=jnp.int32), (2,))):
         w, floats = like(*lead, 63, 3), {"recipe": "floats"}
@@ -80,8 +80,8 @@ def test_floats_of_a_layer_stay_as_they_are(op):
     def plain(x, up, down):
         y = []
         for one, two in zip(up, down, strict=True):
-            gate, own = jnp.split(jnp.dot(x, one, precision="highest"), 2, -1)
-            y.append(jnp.dot(jax.nn.silu(gate) * own, two, precision="highest"))
+            gate, ups = jnp.split(jnp.dot(x, one, precision="highest"), 2, -1)
+            y.append(jnp.dot(jax.nn.silu(gate) * ups, two, precision="highest"))
         return y[0] if op == "mlp" else jnp.where(experts == 0, *y) * shares
 
     @jax.jit
@@ -103,8 +103,8 @@ def test_floats_of_a_layer_stay_as_they_are(op):
     q = jax_mx.quantize(up.swapaxes(1, 2))
     floats = q.dequantize(jnp.float32).swapaxes(1, 2)
     assert off(ours(x, q, down), plain(x, floats, down)) < 1e-5
-    how = {"contracting": 1, "batch": 0} if op == "moe" else {"contracting": 0}
-    weight = jax_mx.MXFP8.quantize_weight(up if op == "moe" else up[0], **how)
+    axes = {"contracting": 1, "batch": 0} if op == "moe" else {"contracting": 0}
+    weight = jax_mx.MXFP8.quantize_weight(up if op == "moe" else up[0], **axes)
     assert off(ours(x, weight if op == "moe" else [weight], down), want[0]) < 1e-5
 
 

@@ -14,6 +14,7 @@ from helpers import (
     assert_bits_equal,
     assert_refused,
     assert_same_array,
+    mesh_of,
     normal,
     random_bits,
 )
@@ -25,7 +26,7 @@ from jax_mx.formats.layouts import SCALE_LAYOUTS
 
 P = PartitionSpec
 FP4 = partial(jax_mx.quantize, format="mxfp4_e2m1")
-# Of every byte, its two elements.
+# The two elements of every byte.
 TABLE = oracle.FORMATS["mxfp4_e2m1"].table.astype(np.float32)
 TABLE = np.concatenate([TABLE, -TABLE])
 PAIRS = np.stack([TABLE[np.arange(256) & 15], TABLE[np.arange(256) >> 4]], -1)
@@ -76,9 +77,9 @@ def test_float4_of_transposed_square_and_mapped_arrays():
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("spec", [P("a", "b"), P(None, ("a", "b"))], ids=str)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_float4_stays_sharded(kind, spec):
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_float4_stays_sharded(axis_type, spec):
+    mesh = mesh_of(2, 4, axis_type=axis_type)
     x = finite((64, 256))
     want = FP4(x)
     with jax.set_mesh(mesh):
@@ -209,7 +210,7 @@ def test_products_overflow_only_as_a_whole():
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "kind,specs,options",
+    "axis_type,specs,options",
     [
         pytest.param(AxisType.Auto, (P("a", "b"), P("b", "a")), {}, marks=pytest.mark.thorough),
         (AxisType.Explicit, (P("a", "b"), P("b", "a")), {"scale_layout": "blocked_128x4"}),
@@ -223,8 +224,8 @@ def test_products_overflow_only_as_a_whole():
     ids=str,
 )
 @pytest.mark.thorough
-def test_products_of_sharded_operands(kind, specs, options):
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+def test_products_of_sharded_operands(axis_type, specs, options):
+    mesh = mesh_of(2, 4, axis_type=axis_type)
     rng = np.random.default_rng(1)
     x, w = (jnp.asarray(rng.integers(-3, 4, (rows, 128)), jnp.float32) for rows in (64, 128))
     x, w = (jax.jit(partial(jax_mx.quantize, **options))(a) for a in (x, w))
@@ -239,7 +240,7 @@ def test_products_of_sharded_operands(kind, specs, options):
         for f in (jax_mx.mx_matmul_reference, jax.jit(jax_mx.mx_matmul_reference)):
             got = f(*placed)
             assert_bits_equal(got, want)
-            if kind == AxisType.Explicit and not x.scale_layout.is_tiled:  # no whole tiles
+            if axis_type == AxisType.Explicit and not x.scale_layout.is_tiled:  # no whole tiles
                 (m, *_), (n, *_) = ((*spec, None) for spec in specs)
                 assert jax.typeof(got).sharding.spec == P(m, n if n != m else None)
 

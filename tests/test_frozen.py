@@ -86,8 +86,8 @@ def test_no_moments_of_a_frozen_weight():
     several = optax.MultiSteps(optax.sgd(1e-2), 2).gradient_transformation()
     for optimizer in (optax.adamw(1e-2), optax.rmsprop(1e-2), optax.lbfgs(), several):
         for init in (optimizer.init, jax.jit(optimizer.init)):
-            what = "optax goes over an MXArray, and codes and scales"
-            assert_refused(lambda init=init: init(params), TypeError, what)
+            sentence = "optax goes over an MXArray, and codes and scales"
+            assert_refused(lambda init=init: init(params), TypeError, sentence)
 
 
 def test_optax_may_call_what_takes_a_frozen_weight():
@@ -99,8 +99,8 @@ def test_optax_may_call_what_takes_a_frozen_weight():
     with jax.numpy_dtype_promotion("standard"):
         solver, bias, more = optax.lbfgs(), params["bias"], {"frozen": params["frozen"]}
         value, gradient = jax.value_and_grad(of_bias)(bias, **more)
-        how = {"value": value, "grad": gradient, "value_fn": of_bias, **more}
-        updates, _ = solver.update(gradient, solver.init(bias), bias, **how)
+        arguments = {"value": value, "grad": gradient, "value_fn": of_bias, **more}
+        updates, _ = solver.update(gradient, solver.init(bias), bias, **arguments)
     assert of_bias(bias + updates, **more) < value
 
 
@@ -129,8 +129,8 @@ def test_equinox_frozen():
 
     model = Model(PARAMS["frozen"], jnp.zeros(96))
     of_model = lambda m: loss({"frozen": m.w, "bias": m.b})  # noqa: E731
-    what = "an MXArray is among what is differentiated"
-    assert_refused(lambda: eqx.filter_grad(of_model)(model), TypeError, what)
+    sentence = "an MXArray is among what is differentiated"
+    assert_refused(lambda: eqx.filter_grad(of_model)(model), TypeError, sentence)
     is_frozen = lambda x: isinstance(x, jax_mx.MXArray)  # noqa: E731
     trained, frozen = eqx.partition(model, eqx.is_inexact_array, is_leaf=is_frozen)
     gradient = jax.grad(lambda t: of_model(eqx.combine(t, frozen, is_leaf=is_frozen)))(trained)

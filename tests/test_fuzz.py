@@ -48,10 +48,10 @@ def forget():
     jax.clear_caches()
 
 
-def assert_is(q, want, what: str = "") -> None:
+def assert_is(q, want, label: str = "") -> None:
     """An MXArray has these bytes."""
     for name, got, expected in zip(("values", "scales"), bytes_in(q), want, strict=True):
-        assert_bits_equal(got, expected, f"{what}{name}")
+        assert_bits_equal(got, expected, f"{label}{name}")
 
 
 # ---- the oracle itself ---
@@ -202,8 +202,8 @@ def splits_blocks(case: Case) -> bool:
     )
 
 
-def mesh(kind: AxisType):
-    return jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(kind,) * len(MESH))
+def mesh(axis_type: AxisType):
+    return jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=(axis_type,) * len(MESH))
 
 
 def key_of(case: Case):
@@ -229,8 +229,8 @@ def at_once(case: Case, x):
     run = case.run if case.way == "eager" else jax.jit(case.run)
     x = source if case.picks else x
     if case.way in ("auto", "explicit"):
-        kind = AxisType.Auto if case.way == "auto" else AxisType.Explicit
-        x = jax.device_put(x, NamedSharding(mesh(kind), PartitionSpec(*case.spec)))
+        axis_type = AxisType.Auto if case.way == "auto" else AxisType.Explicit
+        x = jax.device_put(x, NamedSharding(mesh(axis_type), PartitionSpec(*case.spec)))
         return run(x, key, **more), want
     if case.way in EMULATED:
         with emulate(case.way):
@@ -260,9 +260,9 @@ def mapped_with_keys(case: Case, x):
     xs = np.stack([x, *(case_of.floats() for case_of in siblings(case))])
     keys = jax.random.split(key_of(case), len(xs))
     want = [case.wanted(x, key) for x, key in zip(xs, keys, strict=True)]
-    place = -1 if case.seed % 2 else 0
-    run = jax.jit(jax.vmap(case.run, in_axes=(place, 0)))
-    return run(jnp.asarray(np.moveaxis(xs, 0, place)), keys), stacked(want)
+    at = -1 if case.seed % 2 else 0
+    run = jax.jit(jax.vmap(case.run, in_axes=(at, 0)))
+    return run(jnp.asarray(np.moveaxis(xs, 0, at)), keys), stacked(want)
 
 
 def siblings(case: Case):
@@ -270,12 +270,12 @@ def siblings(case: Case):
 
 
 def stacked(results):
-    return tuple(np.stack(each) for each in zip(*results, strict=True))
+    return tuple(np.stack(parts) for parts in zip(*results, strict=True))
 
 
 def in_shards(case: Case, x):
     """An op sees a shard and nothing else: each shard by itself gives the same bytes."""
-    own = dataclasses.replace(case, shape=shard(case))
+    local = dataclasses.replace(case, shape=shard(case))
     spec, key = PartitionSpec(*case.spec), key_of(case)
     devices = mesh(AxisType.Auto)
 
@@ -289,11 +289,11 @@ def in_shards(case: Case, x):
     )
     got = tuple(np.asarray(leaf).view(np.uint8) for leaf in got)
     want = []
-    for place in itertools.product(*map(range, MESH.values())):
-        at = dict(zip(MESH, place, strict=True))
+    for position in itertools.product(*map(range, MESH.values())):
+        at = dict(zip(MESH, position, strict=True))
         here = tuple(
             slice(at[name] * n, (at[name] + 1) * n) if name else slice(None)
-            for name, n in zip(case.spec, own.shape, strict=True)
+            for name, n in zip(case.spec, local.shape, strict=True)
         )
         want.append(case.wanted(x[here], key))
     want = tuple(a.reshape(*MESH.values(), *a.shape[1:]) for a in stacked(want))
@@ -327,9 +327,9 @@ def test_quantize(case):
     if error is not None:
         event("refused")
         way = case.way if case.way in ("explicit", "shard_map") else "eager"
-        own = dataclasses.replace(case, way=way)
+        other_way = dataclasses.replace(case, way=way)
         with pytest.raises(error) as caught:
-            refused(own, x)
+            refused(other_way, x)
         assert "\n" not in str(caught.value) and len(str(caught.value)) > 20
         return
     got, want = called(case, x)
@@ -416,8 +416,8 @@ def test_quantize_both(data):
             run(jnp.asarray(x))
         return
     keys = (None, None) if key is None else jax.random.split(jax.random.key(key))
-    for q, case, own in zip(run(jnp.asarray(x)), pair, keys, strict=True):
-        assert_is(q, case.wanted(x, own), f"axis {case.call.axis} ")
+    for q, case, case_key in zip(run(jnp.asarray(x)), pair, keys, strict=True):
+        assert_is(q, case.wanted(x, case_key), f"axis {case.call.axis} ")
 
 
 @examples(0.2)
@@ -441,7 +441,7 @@ def test_what_is_made_and_its_codes(data):
         residual = other if data.draw(st.booleans()) else None
         operands = {"x": x, "weight": weights, "residual": residual}
         plain = partial(jax_mx.rms_norm, eps=data.draw(st.sampled_from((0.0, 1e-5))))
-        floats_of = lambda found: found.floats  # noqa: E731
+        floats_of = lambda activated: activated.floats  # noqa: E731
     else:
         operands = {"gate_up": wide, "weights": None, "up": None}
         operands["weights"] = rng.normal(size=shape[:-1]).astype(np.float32) if some else None
@@ -452,18 +452,18 @@ def test_what_is_made_and_its_codes(data):
         else:
             turns = data.draw(st.booleans())
         plain = partial(jax_mx.gated, activation=name, interleaved=turns)
-        floats_of = lambda found: found  # noqa: E731
-    y = np.asarray(floats_of(jax.jit(lambda given: plain(**given))(operands)))
-    given = data.draw(st.sampled_from((None, False, True)))
+        floats_of = lambda activated: activated  # noqa: E731
+    y = np.asarray(floats_of(jax.jit(lambda arguments: plain(**arguments))(operands)))
+    floats = data.draw(st.sampled_from((None, False, True)))
     way = data.draw(st.sampled_from(("eager", "jit", *EMULATED)))
-    run = lambda operands: plain(**operands, **case.keywords(key_of(case)), floats=given)  # noqa: E731
+    run = lambda operands: plain(**operands, **case.keywords(key_of(case)), floats=floats)  # noqa: E731
     with emulate(way) if way in EMULATED else contextlib.nullcontext():
-        found = jax.block_until_ready((run if way == "eager" else jax.jit(run))(operands))
-    assert (found.floats is None) == (not given)
-    if given:
-        one_nan = [np.where(np.isnan(a), np.nan, a) for a in (np.asarray(found.floats), y)]
+        activated = jax.block_until_ready((run if way == "eager" else jax.jit(run))(operands))
+    assert (activated.floats is None) == (not floats)
+    if floats:
+        one_nan = [np.where(np.isnan(a), np.nan, a) for a in (np.asarray(activated.floats), y)]
         assert_bits_equal(*one_nan)
-    assert_is(found.quantized, case.wanted(y, key_of(case)))
+    assert_is(activated.quantized, case.wanted(y, key_of(case)))
 
 
 @examples(0.5)

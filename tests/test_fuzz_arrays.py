@@ -81,9 +81,9 @@ def model_of(x: np.ndarray, call: oracle.Call) -> Model:
 def axis_after(shape: tuple[int, ...], axis: int, index) -> int:
     """Where an axis lies after indexing, negative: where coordinates along it vary."""
     along = np.arange(shape[axis]).reshape([-1 if d == axis else 1 for d in range(-len(shape), 0)])
-    found = np.broadcast_to(along, shape)[index]
-    (place,) = [d for d in range(-found.ndim, 0) if np.diff(found, axis=d).any()]
-    return place
+    indexed = np.broadcast_to(along, shape)[index]
+    (block_axis,) = [d for d in range(-indexed.ndim, 0) if np.diff(indexed, axis=d).any()]
+    return block_axis
 
 
 class Arrays(RuleBasedStateMachine):
@@ -150,25 +150,27 @@ class Arrays(RuleBasedStateMachine):
                 index.append(slice(None) if whole else slice(32 * start, 32 * stop))
                 continue
             kinds = ("all", "all", "slice", "back", "int", "numpy", "list", "mask", "grid", "none")
-            kind, one = data.draw(st.sampled_from(kinds)), st.integers(-n, n - 1)
+            entry, one = data.draw(st.sampled_from(kinds)), st.integers(-n, n - 1)
             arrays = [i for i in index if isinstance(i, np.ndarray)]
-            if kind in ("int", "numpy"):
-                index.append((int if kind == "int" else np.int64)(data.draw(one)))
-            elif kind == "list" and arrays and arrays[-1] is index[-1] and arrays[-1].dtype != bool:
+            if entry in ("int", "numpy"):
+                index.append((int if entry == "int" else np.int64)(data.draw(one)))
+            elif (
+                entry == "list" and arrays and arrays[-1] is index[-1] and arrays[-1].dtype != bool
+            ):
                 index.append(np.resize(data.draw(st.lists(one, min_size=1)), arrays[-1].shape))
-            elif kind == "list" and not arrays:
+            elif entry == "list" and not arrays:
                 index.append(np.array(data.draw(st.lists(one, min_size=1))))
-            elif kind == "mask" and not arrays:
+            elif entry == "mask" and not arrays:
                 index.append(np.arange(n) % data.draw(st.integers(1, 3)) == 0)
-            elif kind == "grid" and not arrays and len(shape) < 4:
+            elif entry == "grid" and not arrays and len(shape) < 4:
                 index.append(np.array([[data.draw(one)], [data.draw(one)]]))
-            elif kind == "back":
+            elif entry == "back":
                 index.append(slice(None, None, -1))
-            elif kind == "slice":
+            elif entry == "slice":
                 start = data.draw(st.integers(0, n - 1))
                 index.append(slice(start, data.draw(st.integers(start + 1, n)), 1))
             else:
-                index += [None] * (kind == "none") + [slice(None)]
+                index += [None] * (entry == "none") + [slice(None)]
         if index[-1:] == [slice(None)]:
             index[-1] = ...
         index = tuple(index)
@@ -235,17 +237,17 @@ class Arrays(RuleBasedStateMachine):
                 for name in ("codes", "scale")
             )
         )
-        self.become(new, lambda: jax_mx.concatenate([each for _, each in pair], axis))
+        self.become(new, lambda: jax_mx.concatenate([array for _, array in pair], axis))
 
     @rule(data=st.data())
     def stack(self, data):
         rank = len(self.model.shape)
         if rank > 4 or math.prod(self.model.shape) > 30_000:
             return
-        place = data.draw(st.integers(0, rank - 2 if self.model.square else rank))
-        axis = self.model.axis - (rank + self.model.axis < place)
-        new = self.model.each(lambda a: np.stack([a, a], place), axis=axis)
-        self.become(new, lambda: jax_mx.stack([self.array] * 2, place))
+        position = data.draw(st.integers(0, rank - 2 if self.model.square else rank))
+        axis = self.model.axis - (rank + self.model.axis < position)
+        new = self.model.each(lambda a: np.stack([a, a], position), axis=axis)
+        self.become(new, lambda: jax_mx.stack([self.array] * 2, position))
 
     # ---- layouts ---
     @rule(layout=st.sampled_from(SCALE_LAYOUTS))
@@ -297,9 +299,9 @@ class Arrays(RuleBasedStateMachine):
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder) / "a.safetensors"
                 jax_mx.save_safetensors({"a": self.array, "b": np.arange(3, dtype=np.int32)}, path)
-                like = jax.eval_shape(lambda: self.array)
+                abstract = jax.eval_shape(lambda: self.array)
                 return jax_mx.load_safetensors(
-                    path, {"a": like, "b": np.arange(3, dtype=np.int32)}
+                    path, {"a": abstract, "b": np.arange(3, dtype=np.int32)}
                 )["a"]
 
         self.become(self.model, there_and_back)

@@ -53,10 +53,10 @@ def sanitized_extension(folder: Path) -> Path:
         pytest.skip("needs the sources of the extension")
     places = [nanobind.include_dir(), Path(nanobind.include_dir()).parent / "ext/robin_map/include"]
     places += [sysconfig.get_paths()["include"], XLA]
-    include = [word for place in places for word in ("-isystem", place)]
+    include = [word for folder in places for word in ("-isystem", folder)]
     flags = [*include, "-fvisibility=hidden", "-fno-strict-aliasing", "-std=c++17", "-O1", "-fPIC"]
-    own = Path(nanobind.source_dir()) / "nb_combined.cpp"
-    command = ["g++", *flags, "-c", own, "-o", folder / "nanobind.o"]
+    nanobind_source = Path(nanobind.source_dir()) / "nb_combined.cpp"
+    command = ["g++", *flags, "-c", nanobind_source, "-o", folder / "nanobind.o"]
     subprocess.run([*map(str, command)], check=True)
     return compiled(folder / "_ffi.so", source, *SANITIZE, *flags, folder / "nanobind.o", "-ldl")
 
@@ -67,12 +67,12 @@ def sanitized(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sanitized")
     libraries = []
     for name in ("libasan.so", "libubsan.so"):
-        found = subprocess.run(
+        library = subprocess.run(
             ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
         ).stdout.strip()
-        if found == name:
+        if library == name:
             pytest.skip(f"g++ has no {name}")
-        libraries.append(found)
+        libraries.append(library)
     return {
         "extension": sanitized_extension(folder),
         "runtime": compiled(
@@ -84,13 +84,13 @@ def sanitized(tmp_path_factory):
     }
 
 
-def fuzz(what: dict, *options) -> dict[str, int]:
+def fuzz(build: dict, *options) -> dict[str, int]:
     """How many calls came to what."""
     script = [sys.executable, HERE / "fuzz_handler.py"]
-    script += [what[name] for name in ("extension", "runtime", "driver")]
+    script += [build[name] for name in ("extension", "runtime", "driver")]
     done = subprocess.run(
         [*map(str, script), *map(str, options)],
-        env={**os.environ, **what["env"]},
+        env={**os.environ, **build["env"]},
         capture_output=True,
         text=True,
         errors="replace",

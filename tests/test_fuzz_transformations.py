@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mesh_of
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -64,19 +65,19 @@ def total(tree):
     return sum(leaf.sum() for leaf in jax.tree.leaves(tree))
 
 
-def stacked(each):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+def stacked(results):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
-def joined(each):
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *each)
+def joined(results):
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *results)
 
 
 def copies(x):
     return [x, 2 * x, -x]
 
 
-# What a transformation makes of a function, and the same by loops.
+# Transformations of a function, and the same by loops.
 INNER = {
     "jit": (jax.jit, lambda f: f),
     "vmap": (
@@ -118,19 +119,15 @@ INNER = {
 }
 
 
-def mesh_of(kind):
-    return jax.make_mesh((2,), ("d",), (kind,), devices=jax.devices("cpu")[:2])
-
-
 def in_shards(f):
-    mesh = mesh_of(AxisType.Auto)
+    mesh = mesh_of(2, names="d")
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ROWS, out_specs=ROWS))
 
 
-def on_mesh(kind):
+def on_mesh(axis_type):
     def transform(f):
         def run(x):
-            mesh = mesh_of(kind)
+            mesh = mesh_of(2, names="d", axis_type=axis_type)
             with jax.set_mesh(mesh):
                 return jax.jit(f)(jax.device_put(x, NamedSharding(mesh, ROWS)))
 

@@ -22,7 +22,15 @@ from exact import (
     on_hopper,
     wanted,
 )
-from helpers import InHand, by_kernel, call_attributes_in, poison_memory, stand_in
+from helpers import (
+    InHand,
+    assert_bits_equal,
+    by_kernel,
+    call_attributes_in,
+    normed_by_kernel,
+    poison_memory,
+    stand_in,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,9 +98,9 @@ def test_the_reference_of_groups(sizes):
     check(integers(rng, (11, 64), MXFP8_E5M2), w, sizes, window=128)
 
 
-def in_parts(x, w, count, **how):
+def in_parts(x, w, count, **options):
     """The product of codes of w that lie in parts of K, one behind the other."""
-    plan = kernel_plans.plan_of((x.format, w.format), window=ROW, **how)
+    plan = kernel_plans.plan_of((x.format, w.format), window=ROW, **options)
     n, k = w.shape
     codes = w.values.reshape(n, count, k // count).swapaxes(0, 1)
     return primitives.by_parts(plan, x.values, x.scales, codes, w.scales)
@@ -172,8 +180,8 @@ def test_the_reference_of_floats_that_are_contracted():
     check(*of_codes, [32, 0, 64], sums=True)
     check(integers(rng, (5, 96), MXFP6_E3M2), floats(rng, (96, 3)), [1, 93], sums=True)
     sums = functools.partial(by_kernel, sums=True)
-    each = [sums(x, y) for x, y in zip(a[0], b[0], strict=True)]
-    assert_equal(jax.vmap(sums)(a[0], b[0]), np.stack(each))
+    partial_sums = [sums(x, y) for x, y in zip(a[0], b[0], strict=True)]
+    assert_equal(jax.vmap(sums)(a[0], b[0]), np.stack(partial_sums))
     assert_equal(jax.vmap(sums, (1, None))(a[0].swapaxes(0, 1), b[0, 0])[1], sums(a[0, 1], b[0, 0]))
     assert "while" not in str(jax.make_jaxpr(jax.vmap(sums))(a[0], b[0]))
     sizes = jnp.asarray([[1, 6], [4, 2]], jnp.int32)
@@ -241,8 +249,8 @@ def test_batches():
     both = integers(rng, (2, 8, 64), MXFP8_E4M3)
     fp8 = functools.partial(by_kernel, window=128)
     assert_equal(jax.vmap(fp8, (0, None))(both, one), wanted(both, one))
-    made = jax.make_jaxpr(jax.vmap(by_kernel, (0, None)))(x, one)
-    assert "12,64" in str(made) and "while" not in str(made)  # more rows, one call
+    jaxpr = jax.make_jaxpr(jax.vmap(by_kernel, (0, None)))(x, one)
+    assert "12,64" in str(jaxpr) and "while" not in str(jaxpr)  # more rows, one call
 
 
 def w_of(w, i):
@@ -263,8 +271,8 @@ def test_what_is_refused():
 
 
 def test_where_there_are_kernels():
-    def reason(chip, formats, rows=256, window=BLOCK, **how):
-        plan = kernel_plans.plan_of(formats, jnp.dtype(jnp.bfloat16), rows, window, **how)
+    def reason(chip, formats, rows=256, window=BLOCK, **options):
+        plan = kernel_plans.plan_of(formats, jnp.dtype(jnp.bfloat16), rows, window, **options)
         return reason_of(chip, plan)
 
     def reason_of(chip, plan):
@@ -288,10 +296,10 @@ def test_where_there_are_kernels():
 
 def test_the_call_of_a_kernel(monkeypatch):
     """The operands that are passed or absent, and the launch that a result's dtype takes."""
-    found = []
+    dtypes = []
 
     def attributes(self, launch, scalars, carry):
-        found.append(launch)
+        dtypes.append(launch)
         return store.Artifact.attributes(self, launch, scalars, carry)
 
     monkeypatch.setattr(store, "obstacle", lambda *_: "")
@@ -301,22 +309,22 @@ def test_the_call_of_a_kernel(monkeypatch):
     w, x = integers(rng, (2, 7, 64), MXFP4_E2M1), floats(rng, (9, 64))
     sizes = jnp.asarray([4, 5], jnp.int32)
 
-    def line(*args, **how):
-        traced = jax.jit(functools.partial(by_kernel, **how)).trace(*args)
+    def line(*args, **options):
+        traced = jax.jit(functools.partial(by_kernel, **options)).trace(*args)
         return call_attributes_in(traced.lower(lowering_platforms=("cuda",)).as_text())
 
     text = line(x, w, sizes)
     assert "(tensor<9x64xbf16>, tensor<2x7x32xui8>, tensor<2x7x2xf8E8M0FNU>, tensor<2xi32>)" in text
     assert "-> tensor<9x7xf32>" in text and "absent = dense<[4, 5, 6]>" in text
-    assert {*found} == {"float32"}
+    assert {*dtypes} == {"float32"}
     text = line(x.astype(jnp.float16), w_of(w, 0), dtype="float16")
     assert "(tensor<9x128xbf16>, tensor<1x7x32xui8>" in text
     assert "absent = dense<[3, 4, 5, 6]>" in text
-    assert found[-1] == "float16" and "sharding_rule" not in text
+    assert dtypes[-1] == "float16" and "sharding_rule" not in text
     q = integers(rng, (9, 64), MXFP8_E5M2)
     sixteen = {"dtype": "bfloat16"}
     text = line(q, integers(rng, (7, 64), MXFP8_E4M3), window=128, **sixteen)
-    assert "absent = dense<[4, 5, 6, 7]>" in text and found[-1] == "bfloat16"
+    assert "absent = dense<[4, 5, 6, 7]>" in text and dtypes[-1] == "bfloat16"
     sixteen["sums"] = True
     text = line(q, integers(rng, (7, 64), MXFP8_E4M3), sizes, window=128, **sixteen)
     assert "-> tensor<2x9x7xbf16>" in text and "absent = dense<5>" in text
@@ -365,8 +373,8 @@ def test_tiles_leave_few_thread_blocks_without_rows():
     def rows_of(rows, window=128, tiles=True, grouped=False):
         return kernel_plans.plan_of(both, jnp.dtype(jnp.float32), rows, window, tiles, grouped).rows
 
-    found = [rows_of(n) for n in (1, 128, 129, 256, 257, 300, 385, 2049, 16384, 16385, 16513)]
-    assert found == [128, 128, 256, 256, 128, 128, 256, 128, 256, 256, 256]
+    tile_rows = [rows_of(n) for n in (1, 128, 129, 256, 257, 300, 385, 2049, 16384, 16385, 16513)]
+    assert tile_rows == [128, 128, 256, 256, 128, 128, 256, 128, 256, 256, 256]
     assert rows_of(2000 / 3) == 256 and rows_of(4096, ROW, False) == 256
     assert rows_of(4096, 256, False) == rows_of(4096, grouped=True) == 128
     (size,) = jax.export.symbolic_shape("n")
@@ -424,7 +432,7 @@ def test_kernels_are_exact(variant):
     if variant.free:
         free_kernels_are_exact(rng, format, variant.rows)
         return
-    exact = on_cuda(tile=variant.rows)
+    exact = on_cuda(tile=variant.rows, narrow=variant.narrow)
     for m, n, k in SHAPES:
         exact(floats(rng, (m, k)), integers(rng, (n, k), format))
     x, w = floats(rng, (65, 96), jnp.float16, 1500), integers(rng, (70, 96), format)
@@ -444,12 +452,12 @@ def test_kernels_are_exact(variant):
             exact(floats(rng, (m, k)), integers(rng, (n, k), format))
     exact(floats(rng, (39, 320)), w_of(w, 0)[:131])
     if variant.rows == DIRECT:
-        few_rows_are_exact(rng, format)
+        few_rows_are_exact(rng, format, variant.narrow)
 
 
-def few_rows_are_exact(rng, format):
+def few_rows_are_exact(rng, format, narrow):
     """Where W goes from memory into registers: by that entry, whatever is in W and x."""
-    exact = on_cuda(tile=DIRECT)
+    exact = on_cuda(tile=DIRECT, narrow=narrow)
     with the_first_entry():
         for m, n, k in ((1, 1, 128), (2, 9001, 384), (3, 99, 14336), (4, 2200, 4096), (9, 33, 640)):
             exact(floats(rng, (m, k)), integers(rng, (n, k), format, exponents=1))
@@ -464,6 +472,34 @@ def few_rows_are_exact(rng, format):
         for byte, power in EXTREMES:
             extreme = changed(ones, scales=[((slice(None), slice(None)), byte)])
             exact((floats(rng, (3, 128)).astype(jnp.float32) * power).astype(jnp.bfloat16), extreme)
+
+
+@on_hopper
+@of("normed")
+def test_normed_kernels_are_exact(variant):
+    """Rows of one magnitude have factors that are powers of two, so that products are exact."""
+    rng, (format,), rows = np.random.default_rng(5), variant.formats, variant.rows
+    shapes = [(1, 6144, 4096), (3, 2200, 128), (rows, 2202, 4096), (1, 4098, 4096 * rows)]
+    for m, n, k in [*shapes, (1, 40, 6016), (rows, 34, 640), (2, 2, 256)]:
+        x, signs = floats(rng, (m, k)), rng.integers(0, 2, (m, k)) * 8 - 4
+        w = integers(rng, (n, k), format, exponents=1)
+        weight = floats(rng, k)
+        poison_memory()
+        ways = [
+            normed_by_kernel(x, jnp.asarray(signs, x.dtype) - x, weight, w, variant, implementation)
+            for implementation in ("cutedsl", "xla")
+        ]
+        for got, want in zip(*ways, strict=True):
+            assert_bits_equal(got, want, f"{m} x {n} x {k}")
+    x = jnp.asarray(rng.normal(size=(2, rows, 640)), jnp.bfloat16)
+    x = x.at[0, 1, 5].set(jnp.nan).at[1, 2, 7].set(jnp.inf).at[0, 3].set(1e-40)
+    w = changed(integers(rng, (96, 640), format), scales=[((5, 3), 255)])
+    weight = floats(rng, 640)
+    ways = [normed_by_kernel(*x, weight, w, variant, way, 1e-5) for way in ("cutedsl", "xla")]
+    (y, total), (want, sums) = ways
+    assert_bits_equal(total, sums)
+    y, want = (np.asarray(a.astype(jnp.float32)) for a in (y, want))
+    np.testing.assert_allclose(y, want, rtol=0.02, atol=0.01 * np.nanstd(want))
 
 
 def free_kernels_are_exact(rng, format, tile):
@@ -499,7 +535,8 @@ def test_kernels_of_windows_are_exact(variant):
     if variant.parted:
         kernels_of_parts_are_exact(rng, variant)
         return
-    exact = on_cuda(window=variant.window, tiles=variant.tiles, tile=variant.rows)
+    windows = {"window": variant.window, "tiles": variant.tiles, "fast": variant.fast}
+    exact = on_cuda(tile=variant.rows, **windows)
 
     def operands(*shapes):
         both = zip(shapes, variant.formats, (1, 128 if variant.tiles else 1), strict=True)
@@ -520,7 +557,7 @@ def test_kernels_of_windows_are_exact(variant):
 
 def kernels_of_parts_are_exact(rng, variant):
     """Parts of an odd number of copies, rows and columns off tiles, thread blocks that share."""
-    for m, n, each, count, result in (
+    for m, n, part, count, result in (
         (1, 8, 128, 2, "float32"),
         (130, 520, 384, 4, "float32"),
         (1500, 4864, 128, 3, "float16"),
@@ -528,12 +565,13 @@ def kernels_of_parts_are_exact(rng, variant):
         (4000, 3000, 128, 2, "bfloat16"),
     ):
         x, w = (
-            integers(rng, (rows, each * count), format, window=ROW)
+            integers(rng, (rows, part * count), format, window=ROW)
             for rows, format in zip((m, n), variant.formats, strict=True)
         )
-        how = {"dtype": jnp.dtype(result), "rows": m, "tile": variant.rows}
-        product = functools.partial(in_parts, count=count, implementation="cutedsl", **how)
-        assert_equal(jax.jit(product)(x, w), wanted(x, w).astype(result), f"{m} {n} {each} {count}")
+        plan = {"dtype": jnp.dtype(result), "rows": m}
+        plan |= {"tile": variant.rows, "fast": variant.fast}
+        product = functools.partial(in_parts, count=count, implementation="cutedsl", **plan)
+        assert_equal(jax.jit(product)(x, w), wanted(x, w).astype(result), f"{m} {n} {part} {count}")
 
 
 @on_hopper
@@ -682,9 +720,9 @@ def test_graphs_are_replayed_with_other_sizes():
         y, more = twice(x, w, jnp.asarray(sizes))
         assert_equal(y, wanted(x, w, sizes), sizes)
         assert_equal(more, wanted(x + 1, w, sizes[::-1]), sizes)
-    found = {name: count - before[name] for name, count in _ffi.counters().items()}
-    assert found["captured"] > 0, found
-    assert found["launches"] < 40, found  # a graph that is replayed launches no kernel by us
+    counts = {name: count - before[name] for name, count in _ffi.counters().items()}
+    assert counts["captured"] > 0, counts
+    assert counts["launches"] < 40, counts  # a graph that is replayed launches no kernel by us
 
 
 KINDS = {  # of kernels: the weights' format, and how they are multiplied
@@ -696,48 +734,48 @@ KINDS = {  # of kernels: the weights' format, and how they are multiplied
     "fp8 256 1": (MXFP8_E4M3, {"window": 256}),
     "fp8 row 1": (MXFP8_E4M3, {"window": ROW}),
 }
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def of_kind(kind, n, k, groups=None, seed=31):
+def of_kind(name, n, k, groups=None, seed=31):
     """Weights, what multiplies rows by them, and what makes rows."""
     rng = np.random.default_rng(seed)
-    format, how = KINDS[kind]
-    lead, tile = () if groups is None else (groups,), 128 if "tiles" in how else 1
-    w = integers(rng, (*lead, n, k), format, window=how.get("window", BLOCK), tile=tile)
+    format, format_options = KINDS[name]
+    lead, tile = () if groups is None else (groups,), 128 if "tiles" in format_options else 1
+    w = integers(rng, (*lead, n, k), format, window=format_options.get("window", BLOCK), tile=tile)
 
     def rows_of(rows):
-        if "window" in how:
-            return integers(rng, (rows, k), MXFP8_E4M3, window=how["window"])
-        return floats(rng, (rows, n if kind == "free" else k))
+        if "window" in format_options:
+            return integers(rng, (rows, k), MXFP8_E4M3, window=format_options["window"])
+        return floats(rng, (rows, n if name == "free" else k))
 
-    return w, on_cuda(by_kernel, **how), rows_of
+    return w, on_cuda(by_kernel, **format_options), rows_of
 
 
-def want_of(kind, x, w, sizes=None):
-    return wanted(x, w, sizes, free=kind == "free")
+def want_of(name, x, w, sizes=None):
+    return wanted(x, w, sizes, free=name == "free")
 
 
 @on_hopper
 @each_kind
-def test_every_number_of_rows(kind):
+def test_every_number_of_rows(name):
     """From 0 to 300, n and k off every tile; no row of another product is written."""
-    w, product, rows_of = of_kind(kind, n=160, k=352)
+    w, product, rows_of = of_kind(name, n=160, k=352)
     x = rows_of(300)
-    want = want_of(kind, x, w)
+    want = want_of(name, x, w)
     for first in range(0, 301, 43):
         some = range(first, first + 43)
         several = jax.jit(lambda x, w, some=some: [product(x[:m], w) for m in some])
         poison_memory()
         for m, y in zip(some, several(x, w), strict=True):
-            assert_equal(y, want[:m], f"{kind}: {m} rows")
+            assert_equal(y, want[:m], f"{name}: {m} rows")
 
 
 @on_hopper
 @each_kind
-def test_any_sizes_of_groups(kind):
+def test_any_sizes_of_groups(name):
     """Empty groups, groups of one row, all rows in one group, sums below and above the rows."""
-    w, product, rows_of = of_kind(kind, n=160, k=352, groups=6)
+    w, product, rows_of = of_kind(name, n=160, k=352, groups=6)
     xs, product = {rows: rows_of(rows) for rows in (20, 200)}, jax.jit(product)  # two kernels
     few = st.sampled_from([0, 0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 200])
     sizes = st.lists(st.one_of(few, st.integers(0, 260)), min_size=6, max_size=6)
@@ -745,7 +783,7 @@ def test_any_sizes_of_groups(kind):
     @given(sizes=sizes, rows=st.sampled_from([*xs]))
     def run(sizes, rows):
         y = product(xs[rows], w, jnp.asarray(sizes, jnp.int32))
-        assert_equal(y, want_of(kind, xs[rows], w, sizes), f"{kind}: {sizes}, {rows} rows")
+        assert_equal(y, want_of(name, xs[rows], w, sizes), f"{name}: {sizes}, {rows} rows")
 
     run()
 
@@ -753,8 +791,8 @@ def test_any_sizes_of_groups(kind):
 @on_hopper
 @each_kind
 @pytest.mark.parametrize("rows", [20, 1500])
-def test_512_groups(kind, rows):
-    w, product, rows_of = of_kind(kind, n=96, k=160 if "fp8" not in kind else 256, groups=512)
+def test_512_groups(name, rows):
+    w, product, rows_of = of_kind(name, n=96, k=160 if "fp8" not in name else 256, groups=512)
     x = rows_of(rows)
     rng = np.random.default_rng(33)
     for total in (rows, rows // 2, 0):
@@ -762,7 +800,7 @@ def test_512_groups(kind, rows):
         sizes = np.append(sizes, total - sizes.sum()).astype(np.int32)
         poison_memory()
         y = jax.jit(product)(x, w, jnp.asarray(sizes))
-        assert_equal(y, want_of(kind, x, w, sizes), f"{kind}: {total} of {rows} rows")
+        assert_equal(y, want_of(name, x, w, sizes), f"{name}: {total} of {rows} rows")
 
 
 @on_hopper
@@ -770,15 +808,15 @@ def test_eight_threads():
     """Each has products and group sizes of its own; all threads share kernels and streams."""
 
     def one(number):
-        kind = [*KINDS][number % len(KINDS)]
+        name = [*KINDS][number % len(KINDS)]
         rows = 40 + 37 * number
-        w, product, rows_of = of_kind(kind, 96 + 32 * number, 256, groups=5, seed=number)
+        w, product, rows_of = of_kind(name, 96 + 32 * number, 256, groups=5, seed=number)
         x, product = rows_of(rows), jax.jit(product)
         rng = np.random.default_rng(number)
         for _ in range(25):
             sizes = at_random(rng, 5, rows + 1)
             got = product(x, w, jnp.asarray(sizes))
-            assert_equal(got, want_of(kind, x, w, sizes), f"thread {number}, {kind}: {sizes}")
+            assert_equal(got, want_of(name, x, w, sizes), f"thread {number}, {name}: {sizes}")
         return number
 
     with ThreadPoolExecutor(8) as pool:
@@ -804,9 +842,9 @@ def test_random_floats_that_are_contracted_are_within_the_bound():
     within_the_bound(a, b, sums=True)
 
 
-def within_the_bound(x, w, **how):
-    y = by_kernel(x, w, implementation="cutedsl", **how)
-    a, b = (float64(q.mT if how else q) for q in (x, w))
+def within_the_bound(x, w, **options):
+    y = by_kernel(x, w, implementation="cutedsl", **options)
+    a, b = (float64(q.mT if options else q) for q in (x, w))
     bound = EPS * a.shape[-1] * (np.abs(a) @ np.abs(b).T)
     assert (np.abs(np.asarray(y, np.float64) - a @ b.T) <= bound).all()
 
@@ -830,14 +868,14 @@ def pairs_for(rng, k):
 
 def fp8_errors(product, k):
     """The largest errors of products' elements, relative to sum |a||b|."""
-    found = {}
+    errors = {}
     for name, a, b in pairs_for(np.random.default_rng(34), k):
         a, b = map(ones_scaled, (a, b))
         y = np.asarray(product(a, b), np.float64)
         a, b = float64(a), float64(b)
         off = np.abs(y - a @ b.T) / (np.abs(a) @ np.abs(b).T)
-        found[name] = max(found.get(name, 0), off.max())
-    return found
+        errors[name] = max(errors.get(name, 0), off.max())
+    return errors
 
 
 @on_hopper
@@ -854,12 +892,12 @@ def test_the_error_of_fp8_tensor_cores(window, k):
     for way in ways:
         if k % summed:
             continue
-        found = fp8_errors(jax.jit(way), k)
-        print(window, k, {name: f"{error:.1e}" for name, error in found.items()})
-        assert found["normal"] <= 4e-4, found
-        assert found["one sign"] <= 1.5e-5 * summed, found
-        assert max(found.values()) <= summed * 2.0**-13, found
-        assert max(found.values()) > 2.0**-12, "what is said of the worst case is too much"
+        errors = fp8_errors(jax.jit(way), k)
+        print(window, k, {name: f"{error:.1e}" for name, error in errors.items()})
+        assert errors["normal"] <= 4e-4, errors
+        assert errors["one sign"] <= 1.5e-5 * summed, errors
+        assert max(errors.values()) <= summed * 2.0**-13, errors
+        assert max(errors.values()) > 2.0**-12, "what is said of the worst case is too much"
 
 
 # ---- many launches, large arrays ---
@@ -935,17 +973,17 @@ def launches(name):
     if name.startswith("wgrad"):
         return of_sums(1 if "floats" in name else 128)
     rows = 40 if name == "few rows" else 700
-    # Of those that share copies more stages than lie in shared memory, and tiles than clusters.
+    # Kernels that share copies have more stages than fit at once, and more tiles than clusters.
     shape = n, k = (2048, 1024) if "shared" in name else (136, 256)
-    how = {"tile": 256} if "shared" in name else {}
+    options = {"tile": 256} if "shared" in name else {}
     if name.startswith("fp8"):
-        how |= {"window": ROW if "rows" in name else 256, "tiles": "tiles" in name}
-        product = on_cuda(functools.partial(by_kernel, constant((rows, k))), **how)
+        options |= {"window": ROW if "rows" in name else 256, "tiles": "tiles" in name}
+        product = on_cuda(functools.partial(by_kernel, constant((rows, k))), **options)
         return of_rows(product, rows, lambda p: k * p, shape)
-    deep, how["free"] = (n, True) if name == "free" else (k, False)
+    deep, options["free"] = (n, True) if name == "free" else (k, False)
     ones = jnp.ones((rows, deep), jnp.bfloat16)
     format = MXFP4_E2M1 if "fp4" in name else MXFP8_E4M3
-    product = on_cuda(functools.partial(by_kernel, ones), **how)
+    product = on_cuda(functools.partial(by_kernel, ones), **options)
     return of_rows(product, rows, lambda p: deep * p, shape, format)
 
 
@@ -1000,10 +1038,10 @@ def test_two_to_the_31(name):
     exponents = jnp.arange(rows) % 7
     want = k * power(exponents[:, None] + jnp.arange(n) % 3)
     powers = power(exponents)[:, None]
-    for x, how in (
+    for x, options in (
         (scaled(constant((rows, k)), exponents[:, None]), {"window": 128}),
         (jnp.broadcast_to(powers, (rows, k)).astype(jnp.bfloat16), {}),
     ):
-        y = on_cuda(compiled, dtype="bfloat16", **how)()(x, w)
+        y = on_cuda(compiled, dtype="bfloat16", **options)()(x, w)
         assert max(y.size, rows * k) > 2**31
         assert (y.astype(jnp.float32) == want).all()

@@ -166,5 +166,5 @@ def test_grids_have_a_thread_block_for_each_tile(op):
 
 
 def test_the_worked_examples_of_views():
-    found = doctest.testmod(views)
-    assert found.attempted > 15 and not found.failed
+    results = doctest.testmod(views)
+    assert results.attempted > 15 and not results.failed

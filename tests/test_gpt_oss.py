@@ -19,7 +19,7 @@ from jax_mx.io import reading
 
 P = PartitionSpec
 E, D, INNER = 4, 96, 64
-# Of openai/gpt-oss, gpt_oss/torch/weights.py: what a nibble stands for.
+# A nibble's value, as openai/gpt-oss has it in gpt_oss/torch/weights.py.
 LUT = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 HF, ORIGINAL = gpt_oss.NAMES.items()
 
@@ -27,19 +27,19 @@ HF, ORIGINAL = gpt_oss.NAMES.items()
 def layer_of(number: int, names=HF, experts: int = E) -> dict[str, np.ndarray]:
     """A layer's tensors, as a checkpoint has them; any bytes but the scale that is NaN."""
     rng = np.random.default_rng(number)
-    prefix, words = names
+    prefix, suffixes = names
     shapes = {"gate_up": (2 * INNER, D), "down": (D, INNER)}
-    found = {}
+    tensors = {}
     for word, (rows, k) in shapes.items():
-        found[f"{word}_blocks"] = rng.integers(0, 256, (experts, rows, k // 32, 16), np.uint8)
-        found[f"{word}_scales"] = rng.integers(0, 255, (experts, rows, k // 32), np.uint8)
-        found[f"{word}_bias"] = rng.normal(size=(experts, rows)).astype(ml_dtypes.bfloat16)
-    return {prefix.format(layer=number) + words[word]: a for word, a in found.items()}
+        tensors[f"{word}_blocks"] = rng.integers(0, 256, (experts, rows, k // 32, 16), np.uint8)
+        tensors[f"{word}_scales"] = rng.integers(0, 255, (experts, rows, k // 32), np.uint8)
+        tensors[f"{word}_bias"] = rng.normal(size=(experts, rows)).astype(ml_dtypes.bfloat16)
+    return {prefix.format(layer=number) + suffixes[word]: a for word, a in tensors.items()}
 
 
 def of(layer: dict, word: str) -> np.ndarray:
-    (found,) = (a for name, a in layer.items() if name.endswith(word))
-    return found
+    (array,) = (a for name, a in layer.items() if name.endswith(word))
+    return array
 
 
 def published(layer: dict, word: str) -> np.ndarray:
@@ -102,11 +102,11 @@ def test_the_original_names(tmp_path):
     assert_loaded(gpt_oss.load_experts(tmp_path, 0), hf)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_each_device_reads_its_part(folder, kind, monkeypatch):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_each_device_reads_its_part(folder, axis_type, monkeypatch):
     path, layers = folder
     devices = jax.devices("cpu")
-    mesh = jax.make_mesh((4, 2), ("expert", "rows"), axis_types=(kind,) * 2, devices=devices)
+    mesh = jax.make_mesh((4, 2), ("expert", "rows"), axis_types=(axis_type,) * 2, devices=devices)
     read = []
     copied = reading.Files._copied
 

@@ -24,22 +24,22 @@ def by_loop(experts, num_experts, align):
         for j in range(k):
             if 0 <= experts[t, j] < num_experts:
                 chosen[experts[t, j]].append((t, j))
-    counts = np.array([len(each) for each in chosen])
+    counts = np.array([len(tokens) for tokens in chosen])
     sizes = -(-counts // align) * align
     starts = np.cumsum([0, *sizes])[:-1]
     most = tokens * k + min(num_experts, tokens * k) * (align - 1)
     rows = np.full(-(-most // align) * align, -1)
-    for each, start in zip(chosen, starts, strict=True):
-        for i, (t, j) in enumerate(each):
+    for tokens_of_expert, start in zip(chosen, starts, strict=True):
+        for i, (t, j) in enumerate(tokens_of_expert):
             rows[start + i], slots[t, j] = t, start + i
     return rows, sizes, starts, counts, slots, tokens * k - counts.sum()
 
 
 def assert_equal(groups, want):
     for name, expected in zip(FIELDS, want, strict=True):
-        found = getattr(groups, name)
-        assert found.dtype == np.int32
-        np.testing.assert_array_equal(found, expected, err_msg=name)
+        got = getattr(groups, name)
+        assert got.dtype == np.int32
+        np.testing.assert_array_equal(got, expected, err_msg=name)
 
 
 def routing(rng, tokens, k, num_experts):
@@ -95,8 +95,8 @@ def test_from_experts(shape, align):
 def test_ten_thousand_routings():
     rng, n = np.random.default_rng(1), 10_000
     experts = rng.integers(-1, 6, (n, 9, 2)).astype(np.int32)
-    found = jax.vmap(lambda e: jax_mx.Groups.from_experts(e, 5, align=4))(experts)
-    fields = {name: np.asarray(getattr(found, name)) for name in FIELDS}
+    groups = jax.vmap(lambda e: jax_mx.Groups.from_experts(e, 5, align=4))(experts)
+    fields = {name: np.asarray(getattr(groups, name)) for name in FIELDS}
     for i in range(n):
         want = by_loop(experts[i], 5, 4)
         for name, expected in zip(FIELDS, want, strict=True):
@@ -112,8 +112,8 @@ def test_types_of_integers(dtype):
 
 def test_numbers_beyond_int32_are_no_experts():
     experts = np.array([[2**31, 1], [2**32 - 1, 2**31 - 1], [0, 2**31 + 1]], np.uint32)
-    for given in (experts, experts.astype(np.int64) + (experts > 2) * 2**32):
-        groups = jax_mx.Groups.from_experts(given, 2, align=2)
+    for ids in (experts, experts.astype(np.int64) + (experts > 2) * 2**32):
+        groups = jax_mx.Groups.from_experts(ids, 2, align=2)
         assert_equal(groups, by_loop(experts.astype(np.int64), 2, 2))
 
 
@@ -184,15 +184,15 @@ def test_what_jax_takes_for_an_array():
 
 def test_experts_of_slots_under_vmap():
     experts = jnp.array([[0, 1], [1, 1]])
-    many = jax.vmap(lambda each: jax_mx.Groups.from_experts(each, 2, align=1))(experts)
+    many = jax.vmap(lambda row: jax_mx.Groups.from_experts(row, 2, align=1))(experts)
     np.testing.assert_array_equal(many.experts, experts)
     slots = jnp.arange(4.0).reshape(2, 2)
     with pytest.raises(ValueError, match=r"Groups\.of_slots: jax\.vmap made these, \(2,\) of them"):
         many.of_slots(slots)
     with pytest.raises(ValueError, match=r"Groups\.of_choices: jax\.vmap made these"):
         many.combined(slots)
-    found = jax.vmap(lambda groups, slots: groups.combined(slots))(many, slots)
-    np.testing.assert_array_equal(found, slots)
+    combined = jax.vmap(lambda groups, slots: groups.combined(slots))(many, slots)
+    np.testing.assert_array_equal(combined, slots)
 
 
 def test_on_a_mesh_with_explicit_axes():

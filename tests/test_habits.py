@@ -169,10 +169,10 @@ def test_amd_lacks_what_is_stated():
     """The documents' table of kernels names no DSL; their sentence has the rows of `LACKS`."""
     names = {dsl: {v.name for v in EVERY if v.implementation == dsl} for dsl in DSLS}
     lacks = {v.name: amd.lacking(v) for v in EVERY if v.implementation == "cutedsl"}
-    assert {name for name, words in lacks.items() if not words} == names["flydsl"]
-    assert {words for words in lacks.values() if words} == {*amd.LACKS}
+    assert {name for name, why_not in lacks.items() if not why_not} == names["flydsl"]
+    assert {why_not for why_not in lacks.values() if why_not} == {*amd.LACKS}
     plain = {v.name for v in EVERY if not v.source and v.window not in (256, ROW, SQUARE)}
-    assert not [name for name, words in lacks.items() if words and name in plain]
+    assert not [name for name, why_not in lacks.items() if why_not and name in plain]
 
 
 def test_layouts_differ_as_documents_say():
@@ -182,8 +182,8 @@ def test_layouts_differ_as_documents_say():
         plain = v.form.is_square or v.gives_floats or v.finds_amaxes
         gradient = isinstance(v.source, GradientSource)
         for arch in archs_of(v):
-            own = ("blocked_128x4",) * (arch == "sm_100f") if gradient else tiled
-            assert layouts_of(v, arch) == ("row_major", *(() if plain else own))
+            tiled_layouts = ("blocked_128x4",) * (arch == "sm_100f") if gradient else tiled
+            assert layouts_of(v, arch) == ("row_major", *(() if plain else tiled_layouts))
 
 
 # ---- the path of a tensor ---
@@ -202,7 +202,7 @@ def _has(value: Any, kinds: tuple[type, ...], depth: int = 4) -> bool:
         value = [*vars(value).values()]
     if depth == 0 or not isinstance(value, list | tuple):
         return False
-    return any(_has(each, kinds, depth - 1) for each in value)
+    return any(_has(item, kinds, depth - 1) for item in value)
 
 
 @functools.cache
@@ -222,22 +222,22 @@ def followed(kinds: tuple[type, ...]) -> Iterator[list[str]]:
 
     Functions of a module that are called one after the other are one station.
     """
-    found: list[str] = []
+    modules: list[str] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         if event != "call":
             return
         module, names = _parameters(frame.f_code)
-        if not names or found[-1:] == [module]:
+        if not names or modules[-1:] == [module]:
             return
         values = frame.f_locals
         if any(_has(values.get(name), kinds) for name in names):
-            found.append(module)
+            modules.append(module)
 
     before = sys.getprofile()
     sys.setprofile(look)
     try:
-        yield found
+        yield modules
     finally:
         sys.setprofile(before)
 
@@ -276,9 +276,9 @@ def test_the_path_of_a_product():
     text = (ROOT / "docs" / "contributors.md").read_text().partition("## A product's path")[2]
     said = re.findall(r"^\d+\. `(\S+)`: ", text, flags=re.M)
     x, w = jnp.ones((3, 64, 96), jnp.bfloat16), jnp.ones((96, 64), jnp.bfloat16)
-    with lowered_apart(), followed(PATHED) as found:
+    with lowered_apart(), followed(PATHED) as modules:
         jax.jit(_loss(jax_mx.matmul, x, w)).trace(x, w).lower(lowering_platforms=("cpu",))
-    ours = [name for name in found if name.startswith("products/") or name == "quantizing/calling"]
+    ours = [m for m in modules if m.startswith("products/") or m == "quantizing/calling"]
     assert [*dict.fromkeys(ours)] == said
 
 
@@ -303,11 +303,11 @@ def test_the_paths_of_gradients_stay_short(name):
     """A station counts each time: a value that wanders through modules has no value."""
     f, shapes, most, most_of_ours = PATHS[name]
     args = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
-    with lowered_apart(), followed(PATHED) as found:
+    with lowered_apart(), followed(PATHED) as modules:
         jax.jit(_loss(f, *args)).trace(*args)
-    ours = [room for room in found if room.startswith(("products/", "experts/"))]
+    ours = [room for room in modules if room.startswith(("products/", "experts/"))]
     entered = [room for i, room in enumerate(ours) if ours[i - 1 : i] != [room]]
-    assert len(found) <= most
+    assert len(modules) <= most
     assert len(entered) <= most_of_ours
 
 
@@ -430,8 +430,8 @@ def test_a_table_is_of_one_run():
             assert len(commits) == 1, (name, caption)
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         about, rows = read(path)
-        own = {row["commit"] for row in rows if "commit" in row}
-        assert not about or own <= {about["commit"]}, path.name
+        row_commits = {row["commit"] for row in rows if "commit" in row}
+        assert not about or row_commits <= {about["commit"]}, path.name
 
 
 # ---- examples ---
@@ -517,14 +517,14 @@ def test_every_example_is_run():
 def test_docstrings_say_what_something_is():
     """None begins with "Of", which leaves the reader to guess of what."""
     folders = ("jax_mx", "tests", "benchmarks", "docs", "examples")
-    found = [
+    docstrings = [
         f"{path}:{number}"
         for folder in folders
         for path in (ROOT / folder).rglob("*.py")
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.match(r'\s*"""Of ', line)
     ]
-    assert not found
+    assert not docstrings
 
 
 # ---- versions ------------------------------------------------------------------------------------
@@ -591,7 +591,7 @@ def test_the_changelog_is_kept():
     assert heads[0] == "[Unreleased]"
     dated = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d\d-\d\d", head) for head in heads[1:]]
     assert all(dated)
-    versions = [found[1] for found in dated if found] + [PROJECT["project"]["version"]]
+    versions = [match[1] for match in dated if match] + [PROJECT["project"]["version"]]
     assert max(versions, key=lambda v: [*map(int, v.split("."))]) == versions[-1]
     kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     assert {*re.findall(r"^### (.*)$", text, re.MULTILINE)} <= kinds

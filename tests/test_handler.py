@@ -714,13 +714,13 @@ def test_binaries_are_found_by_their_content(scenario, tmp_path):
         print(json.dumps(rows))
         """
     )
-    none, nowhere, found, again, read, damaged, damaged_both, whole, *rest = out
+    none, nowhere, first, again, read, damaged, damaged_both, whole, *rest = out
     assert "no binary is found of stand_in_0 (sha256 " in none
     assert "for sm_100, stand_in_0 (sha256 " in none and ") for sm_90; no folder of bin" in none
     folders = ", ".join(str(tmp_path / name) for name in ("none", "a", "b"))
     assert nowhere.split("; ")[1] == f"searched in {folders}"
     assert nowhere.split("; ")[2].startswith("fetch it with a-tool")
-    assert (found, again, read) == (None, None, 1)
+    assert (first, again, read) == (None, None, 1)
     assert f"; damaged or not readable: {tmp_path / 'a'}/" in damaged
     assert f"; damaged or not readable: {tmp_path / 'a'}/" in damaged_both
     assert f", {tmp_path / 'b'}/" in damaged_both.split("damaged or not readable")[1]
@@ -749,8 +749,8 @@ def test_only_this_machines_binary_is_needed(scenario, tmp_path):
                 file.write(mine)
         print(json.dumps([*rows, images.sha256(mine)]))
     """
-    here, missing, found, sha256 = scenario(code)
-    assert here is None and found is None
+    here, missing, known, sha256 = scenario(code)
+    assert here is None and known is None
     assert f"no binary is found of stand_in_0 (sha256 {sha256}) for sm_90; searched" in missing
     assert "sm_100" not in missing and "fetch it with a-tool" in missing
 

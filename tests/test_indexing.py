@@ -172,17 +172,17 @@ def test_shards_that_cut_tiles_are_refused(rows, right):
     else:
         with pytest.raises(ValueError, match="cut inside of a tile"):
             jax.jit(f)(q)
-    made = jax.jit(
+    sharded = jax.jit(
         jax.shard_map(
             lambda x: jax_mx.quantize(x, scale_layout="blocked_128x4"),
             mesh=mesh, in_specs=P("d"), out_specs=P("d"),
         )
     )(jnp.ones((rows, 128)))  # fmt: skip
     if right:
-        made.dequantize()
+        sharded.dequantize()
     else:
         with pytest.raises(ValueError, match="cut inside of a tile"):
-            made.dequantize()
+            sharded.dequantize()
 
 
 def test_what_shapes_may_become():
@@ -197,8 +197,8 @@ def test_what_shapes_may_become():
         assert_bits_equal(cut(q, i).dequantize(jnp.float32), y[i])
     twice = jax.tree.map(lambda a: jnp.concatenate([a, a]), q)
     assert_bits_equal(twice.dequantize(jnp.float32), jnp.concatenate([y, y]))
-    like = jax.eval_shape(lambda: q)
-    padding = getattr(like, "padding", None)
+    abstract = jax.eval_shape(lambda: q)
+    padding = getattr(abstract, "padding", None)
     assert padding == q.padding and padding.numbers == (56, 2)
     treedef = jax.tree.structure(q)
     for leaf in (None, object(), P(), 0, jax.ShapeDtypeStruct((), jnp.uint8)):

@@ -73,7 +73,7 @@ def floats(shape, axis: int, exact: bool, seed: int):
     return jnp.asarray(rng.integers(-7, 8, shape) * 2.0**power, jnp.bfloat16)
 
 
-LAST = [pair for pair in PRODUCTS if all(OPERANDS[kind][2] == -1 for kind in pair)]
+LAST = [pair for pair in PRODUCTS if all(OPERANDS[operand][2] == -1 for operand in pair)]
 CASES = [*((scaled_dot, pair) for pair in PRODUCTS), *((scaled_matmul, pair) for pair in LAST)]
 
 
@@ -86,8 +86,8 @@ def test_products(function, product, formats, lead, exact):
     if not hasattr(jax.lax if function is scaled_dot else jax.nn, function.__name__):
         pytest.skip(f"JAX {jax.__version__} has no {function.__name__}")
     arrays, axes, sides = [], [], []
-    for seed, (kind, format, free) in enumerate(zip(product, formats, (M, N), strict=True)):
-        quantize, before, after = OPERANDS[kind]
+    for seed, (operand, format, free) in enumerate(zip(product, formats, (M, N), strict=True)):
+        quantize, before, after = OPERANDS[operand]
         shape = (*lead, free, K) if before == -1 else (*lead, K, free)
         x = floats(shape, before, exact, seed)
         q = jax.jit(partial(quantize, format=format))(x)

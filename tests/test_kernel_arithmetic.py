@@ -74,9 +74,9 @@ def bytes_of(low, high, select):
     """By the digits of `select`, the lowest first, bytes of both."""
     both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
     digits = [select >> 4 * i & 7 for i in range(4)]
-    found = [(both >> np.uint64(8 * d) & np.uint64(255)) << np.uint64(8 * i)
-             for i, d in enumerate(digits)]  # fmt: skip
-    return sum(found[1:], found[0]).astype(np.uint32)
+    chosen = [(both >> np.uint64(8 * d) & np.uint64(255)) << np.uint64(8 * i)
+              for i, d in enumerate(digits)]  # fmt: skip
+    return sum(chosen[1:], chosen[0]).astype(np.uint32)
 
 
 def halves(word):
@@ -142,17 +142,17 @@ def interpret(code, write_only_types, read_only_args, **_):
             continue
         to, *names = rest.split(", ")
         taken = [read(registers, n, name) for n in names]
-        found = OPERATIONS[name](*taken)
+        result = OPERATIONS[name](*taken)
         if predicate:
-            found = np.where(registers[predicate[1:-1]], found, registers[to])
-        registers[to] = found
+            result = np.where(registers[predicate[1:-1]], result, registers[to])
+        registers[to] = result
     out = [typed(registers[f"$w{i}"], t) for i, t in enumerate(write_only_types)]
     return out[0] if len(out) == 1 else out
 
 
 def read(registers, name, operation):
     """An operand: a register in the operation's type, or a number."""
-    kind = (
+    dtype = (
         np.float32
         if re.search(r"(add|sub|mul|fma|abs|min|mov|setp|selp)\S*\.f32", operation)
         else None
@@ -163,12 +163,12 @@ def read(registers, name, operation):
         value = registers[name]
         if value.dtype.itemsize != 4:
             return value
-        return value.view(kind or np.uint32)
+        return value.view(dtype or np.uint32)
     return np.uint32(int(name, 0))
 
 
-def typed(value, kind):
-    return np.asarray(value).view(np.float32 if kind is np.float32 else np.uint32)
+def typed(value, dtype):
+    return np.asarray(value).view(np.float32 if dtype is np.float32 else np.uint32)
 
 
 @pytest.fixture(autouse=True)
@@ -209,35 +209,37 @@ def on_numpy(monkeypatch):
 )
 def test_threads_compute_what_the_reference_does(variant, prescale, elements):
     (mode,) = variant.modes
-    how = mode, variant.dtype
+    of_variant = mode, variant.dtype
     sharers, span = BLOCK // elements, mode.blocks
     x = hard_blocks(variant.dtype)
     x = x[: len(x) // span * span]
     rng = np.random.default_rng(1)
-    words = [rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(variant.block_data)]
-    own = Preprocessing(mode.stochastic, prescale, mode.hadamard)
-    like = x.reshape(-1, BLOCK * span)
-    plan = plan_for(like, format=MXFP4_E2M1, scaling="even", preprocessing=(own,))
-    views = [jnp.asarray(a).reshape(-1, span, a.shape[-1]) for a in (x, *words)]
+    block_words = [
+        rng.integers(0, 2**32, (len(x), 1), np.uint32) for _ in range(variant.block_data)
+    ]
+    preprocessing = Preprocessing(mode.stochastic, prescale, mode.hadamard)
+    in_rows = x.reshape(-1, BLOCK * span)
+    plan = plan_for(in_rows, format=MXFP4_E2M1, scaling="even", preprocessing=(preprocessing,))
+    views = [jnp.asarray(a).reshape(-1, span, a.shape[-1]) for a in (x, *block_words)]
     outs = jax.jit(partial(quantizers._quantize_reference, plan=plan))(*views)
     values, scales = (np.asarray(a).reshape(len(x), -1) for a in outs)
 
     threads = np.arange(sharers * span, dtype=np.int32)
-    place = preprocessed.Place(threads % sharers, sharers, elements, threads // sharers)
+    thread_place = preprocessed.Place(threads % sharers, sharers, elements, threads // sharers)
     held = x.view(np.uint32).reshape(len(x) // span, len(threads), -1)
     held = np.moveaxis(held, -1, 0)  # (words, blocks, threads)
-    seeds = words[0]
-    words = [np.repeat(word.reshape(-1, span), sharers, 1) for word in words]
+    seeds = block_words[0]
+    block_words = [np.repeat(word.reshape(-1, span), sharers, 1) for word in block_words]
     prescale = np.int32(np.float32(prescale or 0).view(np.int32))
-    held = preprocessed.flip([*held], words[-1], place) if mode.hadamard else [*held]
-    found = preprocessed.elements(*how, held, place, prescale)
-    settled = [preprocessed.settled(*how, value, prescale) for value in found]
-    factor = preprocessed.factor(*how, prescale)
+    held = preprocessed.flip([*held], block_words[-1], thread_place) if mode.hadamard else [*held]
+    unsettled = preprocessed.elements(*of_variant, held, thread_place, prescale)
+    settled = [preprocessed.settled(*of_variant, value, prescale) for value in unsettled]
+    factor = preprocessed.factor(*of_variant, prescale)
     noise = reference.noise(jnp.asarray(seeds), (-1,)) if mode.stochastic else None
     # Every block, with zeros where products are zero; and without, those that are not small.
-    for values_of_threads, small in ((settled, True), (found, False)):
+    for values_of_threads, small in ((settled, True), (unsettled, False)):
         y = np.moveaxis(np.stack(values_of_threads), 0, -1).reshape(x.shape)
-        amax = np.abs(preprocessed.finished(*how, np.abs(y).max(-1), prescale))
+        amax = np.abs(preprocessed.finished(*of_variant, np.abs(y).max(-1), prescale))
         rows = np.flatnonzero(small | ~(amax < floats(preprocessed.SMALL)))
         assert len(rows) > 1000
         y = y * factor
@@ -252,7 +254,7 @@ def test_threads_compute_what_the_reference_does(variant, prescale, elements):
             inverse = np.where(scale == SCALE_NAN, nan, (254 - scale) << np.uint32(23))
             by = floats(inverse) * factor
             codes = [np.where(np.isnan(by), floats(nan), v) for v in values_of_threads]
-            codes = preprocessed.random_codes(codes, by, words[0], place)
+            codes = preprocessed.random_codes(codes, by, block_words[0], thread_place)
             codes = np.moveaxis(np.stack(codes), 0, -1).reshape(len(x), -1).astype("<u4", "C")
             assert_bits_equal(codes.view(np.uint8)[rows], values[rows])
 
@@ -264,8 +266,8 @@ def test_floats_cut_to_odd_round_as_they_are(arch):
     upper = np.arange(0x3000, 0x4120, dtype=np.uint32) << np.uint32(16)
     lower = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, rng.integers(0, 1 << 16, upper.shape, np.uint32)]
     bits = np.concatenate([upper | np.uint32(low) for low in lower])
-    words = convert._two_to_odd(floats(bits[::2]), floats(bits[1::2]), arch)
-    odd = np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], -1).ravel()
+    pairs = convert._two_to_odd(floats(bits[::2]), floats(bits[1::2]), arch)
+    odd = np.stack([pairs << np.uint32(16), pairs & np.uint32(0xFFFF0000)], -1).ravel()
     want, got = (
         reference._encode(*reference._decode(jnp.asarray(b), 8, 23), 1, 1, 7) for b in (bits, odd)
     )
@@ -319,8 +321,8 @@ def test_codes_without_an_instruction_that_converts(format):
 @pytest.mark.parametrize("format", STORED, ids=repr)
 def test_floats_of_codes_without_an_instruction_that_converts(format):
     codes = np.arange(1 << format.bits, dtype=np.uint8)
-    words = codes.view(np.uint32)
-    got = convert.unpack_four(words, convert.Conversion("bfloat16", format, "sm_80"))
+    packed = codes.view(np.uint32)
+    got = convert.unpack_four(packed, convert.Conversion("bfloat16", format, "sm_80"))
     want = codes.view(STORED[format]).astype(np.float32)
     np.testing.assert_array_equal(np.stack(got, -1).ravel(), want)  # of NaN, that it is one
     assert (np.signbit(np.stack(got, -1).ravel()) == np.signbit(want))[~np.isnan(want)].all()
@@ -329,15 +331,15 @@ def test_floats_of_codes_without_an_instruction_that_converts(format):
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
 def test_pairs_of_bfloat16_without_later_instructions():
     """sm_80 gives the products and the larger magnitudes of sm_90a, for every bfloat16."""
-    words = np.arange(1 << 16, dtype=np.uint32).view(np.uint32)
-    words = words | words[::-1] << np.uint32(16)
+    pairs = np.arange(1 << 16, dtype=np.uint32).view(np.uint32)
+    pairs = pairs | pairs[::-1] << np.uint32(16)
     for factor in (0x3F80, 0x0080, 0x7E80, 0x4000, 0x7FC0):
-        by = np.full_like(words, factor * 0x10001)
-        got, want = (convert._multiply_bf16x2(words, by, arch) for arch in ("sm_80", "sm_90a"))
+        by = np.full_like(pairs, factor * 0x10001)
+        got, want = (convert._multiply_bf16x2(pairs, by, arch) for arch in ("sm_80", "sm_90a"))
         assert ((got == want) | np.isnan(halves(want)).reshape(-1, 2).all(-1)).all()
-        magnitude = np.abs(halves(words).astype(np.float32))
+        magnitude = np.abs(halves(pairs).astype(np.float32))
         larger = np.maximum(magnitude, np.abs(halves(by).astype(np.float32)))
-        got = halves(convert.larger_magnitude(words, by, "bfloat16", "sm_80")).astype(np.float32)
+        got = halves(convert.larger_magnitude(pairs, by, "bfloat16", "sm_80")).astype(np.float32)
         np.testing.assert_array_equal(got, larger)
 
 
@@ -362,14 +364,14 @@ def test_codes_of_four_bits_times_every_scale(monkeypatch):
     monkeypatch.setattr(few, "Uint32", lambda x: np.asarray(x).astype(np.uint32))
     monkeypatch.setattr(few, "times", inspect.unwrap(few.times))
     codes = np.arange(16)[:, None] + np.arange(8)[None, :] & 15  # of 16 words
-    words = (codes << 4 * np.arange(8)).sum(1).astype(np.uint32)
+    packed = (codes << 4 * np.arange(8)).sum(1).astype(np.uint32)
     values = codes.astype(np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     for scale in range(256):
         factors = few.factors_of_e2m1(np.full(16, scale))
         want = (values * 2.0 ** (scale - 127)).astype(ml_dtypes.bfloat16)
         want = np.full_like(want, np.nan) if scale == 255 else want
         for twice in (False, True) if scale <= 128 else (True,):
-            got = few.scaled_e2m1(words, factors[: 1 + twice])
+            got = few.scaled_e2m1(packed, factors[: 1 + twice])
             got = np.stack([halves(np.ascontiguousarray(w)).reshape(-1, 2) for w in got], 1)
             got = got.transpose(0, 2, 1).reshape(16, 8).astype(np.float32)
             np.testing.assert_array_equal(got, want.astype(np.float32))

@@ -20,7 +20,7 @@ def test_neighbours_have_a_transforms_two_blocks(layout):
             continue
         assert variant.formats == (MXFP4_E2M1,)
         entry = flat.Flat(variant, "sm_90a", layout, True)
-        places = [entry.with_pairs(place) for place in range(entry.tile.blocks)]
+        places = [entry.with_pairs(pairs) for pairs in range(entry.tile.blocks)]
         assert sorted(places) == [*range(entry.tile.blocks)]
         for even, odd in zip(places[::2], places[1::2], strict=True):
             if layout.is_tiled:

@@ -24,6 +24,7 @@ from helpers import (
     GOLDEN_SETS,
     TILES,
     assert_bits_equal,
+    assert_same,
     assert_same_array,
     call,
     changed_kernels,
@@ -39,7 +40,7 @@ from helpers import (
     random_bits,
     zero_scales,
 )
-from on_device import HERE, assert_same, check, kernel
+from on_device import HERE, check, kernel
 
 import jax_mx
 from jax_mx.formats.directions import LAST, SECOND, SECOND_TRANSPOSED
@@ -119,12 +120,12 @@ SHAPES = {
 def test_shapes(variant, layout):
     if layout not in layouts_of(variant):
         return
-    kind = str(variant.form)
-    kind = kind if kind in SHAPES else kind.removesuffix("_transposed")
-    shapes = SHAPES["both" if kind == "square" else kind]
+    form = str(variant.form)
+    form = form if form in SHAPES else form.removesuffix("_transposed")
+    shapes = SHAPES["both" if form == "square" else form]
     if layout == AMD:  # fewer, as XLA takes long to compile the reference
         # Then more than one unit of its padding each way, and no whole ones, in unaligned rows too.
-        shapes = [*shapes[::4], (2, 544, 800), (288, 521 if kind == "second" else 544)]
+        shapes = [*shapes[::4], (2, 544, 800), (288, 521 if form == "second" else 544)]
     for shape in shapes:
         if layout != "row_major" and len(shape) < 2:
             continue
@@ -154,12 +155,12 @@ def test_zero_blocks(variant, layout):
 )
 def test_values_in_tiles(variant):
     """Beside AMD's scales the kernel writes them, in either entry; beside others XLA does."""
-    for i, how in enumerate(in_tiles(variant)):
+    for i, tiles_options in enumerate(in_tiles(variant)):
         x = random_bits(TILES[i % len(TILES)], variant.dtype, seed=i)
-        check(variant, x, **how)
+        check(variant, x, **tiles_options)
         for shape in (TILES[0], (2, 320, 576)):
             x = random_bits(shape, variant.dtype, seed=i)
-            options = {**how, "scale_layout": AMD}
+            options = {**tiles_options, "scale_layout": AMD}
             check(variant, x, **options)
         before = _ffi.counters()["fallback_entries"]
         got = misaligned(call(variant, variant.implementation, **options), x)
@@ -203,22 +204,22 @@ def test_any_axis(variant):
             assert_same_array(got, want, f"axis {axis} {layout}")
 
 
-def any_bytes(like):
+def any_bytes(abstract):
     """A large array of bytes, made on the device."""
-    n = [jax.lax.broadcasted_iota(jnp.uint32, like.shape, i) for i in range(2)]
+    n = [jax.lax.broadcasted_iota(jnp.uint32, abstract.shape, i) for i in range(2)]
     bits = (n[0] * np.uint32(2654435761)) ^ (n[1] * np.uint32(2246822519))
     bits = (bits ^ bits >> 15) * np.uint32(3266489917)
-    return jax.lax.bitcast_convert_type((bits >> 13).astype(jnp.uint8), like.dtype)
+    return jax.lax.bitcast_convert_type((bits >> 13).astype(jnp.uint8), abstract.dtype)
 
 
 def differences_of_dequantize(variant, rows, cols):
     """Compared in slices of blocks' rows; the reference of all at once would take 36 GB."""
     make, _ = op_of(variant)
-    like = jax.eval_shape(make, jax.ShapeDtypeStruct((rows, cols), variant.dtype))
-    q = jax.jit(lambda: jax.tree.map(any_bytes, like))()
+    abstract = jax.eval_shape(make, jax.ShapeDtypeStruct((rows, cols), variant.dtype))
+    q = jax.jit(lambda: jax.tree.map(any_bytes, abstract))()
     poison_memory()
     (y,) = kernel(variant)(q)
-    axis = int(like.shape != (rows, cols))  # of y's rows in the quantized array
+    axis = int(abstract.shape != (rows, cols))  # of y's rows in the quantized array
     step = 8192
 
     @jax.jit
@@ -251,13 +252,13 @@ def some_rows_of_reference(variant, x, start, step):
     part = jax.lax.dynamic_slice_in_dim(x, start, step)
     if not is_random(variant):
         return call(variant, "xla")(part)
-    how = preprocessing(variant)
-    own = preprocessing_of("quantize", how["rounding"], how.get("hadamard"))
-    options = {"format": variant.formats[0], "implementation": "xla", "preprocessing": (own,)}
+    rounding, hadamard = map(preprocessing(variant).get, ("rounding", "hadamard"))
+    static = (preprocessing_of("quantize", rounding, hadamard),)
+    options = {"format": variant.formats[0], "implementation": "xla", "preprocessing": static}
     plan = plan_for(part, **options)
-    words = block_data_of(x, [data_of(how["rounding"], how.get("hadamard"))], plan)
-    words = [jax.lax.dynamic_slice_in_dim(w, start, step)[..., None] for w in words]
-    views = [part.reshape(step, -1, BLOCK), *words]
+    block_words = block_data_of(x, [data_of(rounding, hadamard)], plan)
+    block_words = [jax.lax.dynamic_slice_in_dim(w, start, step)[..., None] for w in block_words]
+    views = [part.reshape(step, -1, BLOCK), *block_words]
     values, scales = quantizers.quantize(views, plan.of_view)
     return [SimpleNamespace(values=values.reshape(step, -1), scales=scales[..., 0])]
 
@@ -312,7 +313,7 @@ def test_two_to_the_31(variant):
 
 def slice_of(variant, flat, start):
     """A 64 x 64 operand that lies at `start` elements of a flat vector: bytes for dequantize."""
-    like = operand(variant, np.zeros((64, 64), variant.dtype))
+    abstract = operand(variant, np.zeros((64, 64), variant.dtype))
 
     def take(part, start):
         part = jax.ShapeDtypeStruct(part.shape, part.dtype)
@@ -320,10 +321,10 @@ def slice_of(variant, flat, start):
         return bits if bits.dtype == part.dtype else jax.lax.bitcast_convert_type(bits, part.dtype)
 
     if variant.op == "quantize":
-        return take(like, start)
-    assert isinstance(like, jax_mx.MXArray)
-    scales = take(like.scales, start + 4096)
-    return dataclasses.replace(like, values=take(like.values, start), scales=scales)
+        return take(abstract, start)
+    assert isinstance(abstract, jax_mx.MXArray)
+    scales = take(abstract.scales, start + 4096)
+    return dataclasses.replace(abstract, values=take(abstract.values, start), scales=scales)
 
 
 def flat_of(variant, seed=0):
@@ -400,7 +401,7 @@ def test_no_copy_and_no_transpose(variant):
     for f in (kernel(variant), jax.jit(fused)):
         text = f.lower(x).compile().as_text()
         assert text.count('custom_call_target="jax_mx_launch"') == launches(variant)
-        # Of anything but the words that a key has.
+        # A key's words may be copied, and nothing else.
         assert not re.findall(r"= (?!u32\[[12]?\])\S+ (?:copy|transpose)\(", text), text
 
 

@@ -27,8 +27,8 @@ def mlp_of_a_pair(x, recipe):
 
 
 def moe(x, recipe):
-    how = {"b_gate_up": B1[None], "activation": "bilinear", "recipe": recipe}
-    return jax_mx.moe(x, IDS, ONES, W1[None], W2[None], **how)
+    options = {"b_gate_up": B1[None], "activation": "bilinear", "recipe": recipe}
+    return jax_mx.moe(x, IDS, ONES, W1[None], W2[None], **options)
 
 
 def ragged_dot(x, recipe):

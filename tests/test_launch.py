@@ -122,10 +122,10 @@ def test_transformations(name, softmax):
     assert count >= least
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_xla_splits_the_call(kind, softmax):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_xla_splits_the_call(axis_type, softmax):
     """Each of eight devices launches for its rows; nothing moves."""
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
     spec = PartitionSpec("d", None, None)
     with jax.set_mesh(mesh), emulate("gfx942"):
         x = jax.device_put(X, NamedSharding(mesh, spec))

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import GOLDEN, covering, lowered_apart, only
+from helpers import GOLDEN, covering, lowered_apart, only, step
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding
@@ -107,8 +107,8 @@ class Walk:
             if op.operation.name == "func.func"
         }
         main = self.functions["main"]
-        given = main.attributes["arg_attrs"] if "arg_attrs" in main.attributes else ()
-        numbers = [platform if "_platform_index" in str(each) else None for each in given]
+        attributes = main.attributes["arg_attrs"] if "arg_attrs" in main.attributes else ()
+        numbers = [platform if "_platform_index" in str(text) else None for text in attributes]
         self.call(main, numbers)
 
     def call(self, function: ir.Operation, numbers: list[int | None]) -> list[int | None]:
@@ -119,8 +119,8 @@ class Walk:
     def visit(self, block: ir.Block, known: dict[ir.Value, int | None]) -> list[int | None]:
         """Visits a block's operations; gives the numbers that it returns."""
         returned: list[int | None] = []
-        for each in block.operations:
-            op = each.operation
+        for operation_view in block.operations:
+            op = operation_view.operation
             numbers = [known.get(operand) for operand in op.operands]
             results: list[int | None] = []
             match op.name:
@@ -206,15 +206,15 @@ def integers(attribute: ir.Attribute) -> list[int]:
 
 def numbers_of(op: ir.Operation) -> str:
     """A product's dimension numbers and precision, on one line."""
-    found = []
+    numbers = []
     for name in ("dot_dimension_numbers", "ragged_dot_dimension_numbers", "precision_config"):
         if name in op.attributes:
             text = str(op.attributes[name])
-            found += re.findall(r"(\w)\w*_(\w)\w*_dimensions = (\[[0-9, ]*\])", text)
-            found += [(word, "", "") for word in re.findall(r"precision (HIGH\w*)", text)]
+            numbers += re.findall(r"(\w)\w*_(\w)\w*_dimensions = (\[[0-9, ]*\])", text)
+            numbers += [(word, "", "") for word in re.findall(r"precision (HIGH\w*)", text)]
     if "composite_attributes" in op.attributes:
-        found.append((str(op.attributes["composite_attributes"]), "", ""))
-    return "".join(f" {''.join(each)}" for each in found)
+        numbers.append((str(op.attributes["composite_attributes"]), "", ""))
+    return "".join(f" {''.join(letters)}" for letters in numbers)
 
 
 def types_of(op: ir.Operation) -> str:
@@ -280,11 +280,12 @@ def matmul(x, w, recipe):
     return jax_mx.matmul(x, w, recipe=recipe)
 
 
-def once(f, at=(1,), **how):
+def once(f, at=(1,), **options):
     """f of weights, the arguments of these numbers, that are quantized once, before."""
 
     def run(*args, recipe):
-        args = [a if i not in at else recipe.quantize_weight(a, **how) for i, a in enumerate(args)]
+        quantize = functools.partial(recipe.quantize_weight, **options)
+        args = [quantize(a) if i in at else a for i, a in enumerate(args)]
         return f(*args, recipe=recipe)
 
     return run
@@ -300,12 +301,13 @@ def ragged(x, w, sizes, recipe):
     return jax_mx.ragged_dot(x, w, sizes, recipe=recipe)
 
 
-def mlp(x, w1, w2, b1=None, b2=None, *, recipe, **how):
-    return jax_mx.mlp(x, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **how)
+def mlp(x, w1, w2, b1=None, b2=None, *, recipe, **options):
+    return jax_mx.mlp(x, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **options)
 
 
-def moe(x, experts, weights, w1, w2, b1=None, b2=None, *, recipe, **how):
-    return jax_mx.moe(x, experts, weights, w1, w2, b_gate_up=b1, b_down=b2, recipe=recipe, **how)
+def moe(x, experts, weights, w1, w2, b1=None, b2=None, *, recipe, **options):
+    options |= {"b_gate_up": b1, "b_down": b2, "recipe": recipe}
+    return jax_mx.moe(x, experts, weights, w1, w2, **options)
 
 
 SIZES = ((E,), jnp.int32)
@@ -409,43 +411,27 @@ def program(case: Case) -> tuple[Callable[..., Any], list[Any], Any]:
         run = jax.checkpoint(run, policy=keep)
     if takes_key:
         avals, specs = [*avals, KEY], [*specs[:-1], P(), *specs[-1:]] if specs else []
-    step, outs = run, specs[-1:]
+    lowered, outs = run, specs[-1:]
     if wrt:
-        step = with_gradients(run, wrt)
+        lowered = step(run, wrt)
         result = jax.ShapeDtypeStruct((*avals[0].shape[:-1], columns(call)), avals[0].dtype)
         avals, outs = [*avals, result], [*outs, *(specs[i] for i in wrt if specs)]
     if case.mesh == "one":
-        return step, avals, None
+        return lowered, avals, None
     ins = specs if wrt else specs[:-1]
-    kind = AxisType.Explicit if case.mesh == "explicit" else AxisType.Auto
+    axis_type = AxisType.Explicit if case.mesh == "explicit" else AxisType.Auto
     names, sizes = zip(*call.mesh, strict=True)
     devices = jax.devices("cpu")[: math.prod(sizes)]
-    mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes), devices=devices)
+    mesh = jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=devices)
     if case.mesh == "shard_map":
-        ins, outs = ([only(spec, call.manual) for spec in each] for each in (ins, outs))
+        ins, outs = ([only(spec, call.manual) for spec in specs] for specs in (ins, outs))
         out_specs = (*outs,) if wrt else outs[0]
-        step = jax.shard_map(step, mesh=mesh, in_specs=(*ins,), out_specs=out_specs)
+        lowered = jax.shard_map(lowered, mesh=mesh, in_specs=(*ins,), out_specs=out_specs)
     avals = [
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
         for a, spec in zip(avals, ins, strict=True)
     ]
-    return step, avals, mesh
-
-
-def with_gradients(run: Callable[..., jax.Array], wrt: tuple[int, ...]) -> Callable[..., Any]:
-    """The call and the gradients of these arguments; takes the result's gradient last."""
-
-    def step(*args):
-        *args, dy = args
-
-        def of(*some):
-            each = dict(zip(wrt, some, strict=True))
-            return run(*(each.get(i, arg) for i, arg in enumerate(args)))
-
-        y, pull = jax.vjp(of, *(args[i] for i in wrt))
-        return (y, *pull(dy))
-
-    return step
+    return lowered, avals, mesh
 
 
 def columns(call: Call) -> int:
@@ -457,23 +443,23 @@ def columns(call: Call) -> int:
 
 def events(case: Case) -> list[str]:
     """The events of the case's lowered program."""
-    step, avals, mesh = program(case)
+    run, avals, mesh = program(case)
     with contextlib.ExitStack() as stack:
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh))
         stack.enter_context(lowered_for(" ".join(ARCHS) if case.arch == BOTH else case.arch))
         if case.arch != BOTH:
-            traced = jax.jit(step).trace(*avals)
+            traced = jax.jit(run).trace(*avals)
             lowered = traced.lower(lowering_platforms=(ARCHS[case.arch],))
             return Walk(lowered.compiler_ir("stablehlo")).events
         platforms = ("cuda", "rocm")
         exported = jax.export.export(
-            jax.jit(step), platforms=platforms, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS
+            jax.jit(run), platforms=platforms, disabled_checks=jax_mx.DISABLE_EXPORT_CHECKS
         )(*avals)
     with mlir.make_ir_context():
         module = ir.Module.parse(exported.mlir_module())
-        each = ((name, Walk(module, i).events) for i, name in enumerate(platforms))
-        return [line for name, found in each for line in (f"on {name}", *found)]
+        by_platform = ((name, Walk(module, i).events) for i, name in enumerate(platforms))
+        return [line for name, lines in by_platform for line in (f"on {name}", *lines)]
 
 
 ROWS = ("row", "mxfp8_rows")  # windows that groups do not have

@@ -26,7 +26,7 @@ class Tensor:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
-    "given,sentence",
+    "argument,sentence",
     [
         (None, "x is None, must be an array of floats of JAX or NumPy"),
         ("abc", "x is 'abc', must be an array of floats"),
@@ -39,13 +39,13 @@ class Tensor:
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_is_no_array_of_floats(op, given, sentence):
-    assert_refused(lambda: getattr(jax_mx, op)(given), TypeError, f"{op}: {sentence}")
+def test_what_is_no_array_of_floats(op, argument, sentence):
+    assert_refused(lambda: getattr(jax_mx, op)(argument), TypeError, f"{op}: {sentence}")
 
 
 def test_what_stands_for_an_array():
-    for given in ([[1.0] * 32], ((1.0,) * 32,), np.ones((1, 32), np.float16), [jnp.ones(32)]):
-        assert jax_mx.quantize(given).shape == (1, 32)
+    for argument in ([[1.0] * 32], ((1.0,) * 32,), np.ones((1, 32), np.float16), [jnp.ones(32)]):
+        assert jax_mx.quantize(argument).shape == (1, 32)
 
 
 B, M = jax.export.symbolic_shape("b, m")
@@ -68,8 +68,8 @@ B, M = jax.export.symbolic_shape("b, m")
     ],
 )  # fmt: skip
 def test_symbolic_lengths(shape, call, sentence):
-    like = jax.ShapeDtypeStruct(shape, jnp.float32)
-    assert_refused(lambda: jax.eval_shape(call, like), ValueError, sentence)
+    abstract = jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert_refused(lambda: jax.eval_shape(call, abstract), ValueError, sentence)
     number = tuple(n if isinstance(n, int) else 24 for n in shape)
     with pytest.raises(ValueError) as caught:
         jax.eval_shape(call, jax.ShapeDtypeStruct(number, jnp.float32))
@@ -194,12 +194,12 @@ def test_eager_shard_map_compiles_as_many_programs_as_for_jax_s_own_ops():
     x = jnp.ones((1024, 512), jnp.bfloat16)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        own = count(jax.jit(lambda x: x + x), x)
+        programs = count(jax.jit(lambda x: x + x), x)
         own_of_two = count(jax.jit(lambda x: (x + x, x * x)), x)
         own_of_four = count(jax.jit(lambda x: (x + x, x * x, x - x, -x)), x)
         assert count(jax_mx.quantize, x) <= own_of_two
         assert count(jax_mx.quantize_both, x) <= own_of_four
-        assert count(jax_mx.fake_quantize, x) <= own
+        assert count(jax_mx.fake_quantize, x) <= programs
         assert count(jax_mx.dequantize, jax_mx.quantize(x)) <= own_of_two
     finally:
         jax.monitoring.clear_event_listeners()
@@ -222,11 +222,11 @@ HOW = {
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("axis", [-1, -2, 0])
-@pytest.mark.parametrize("how", HOW)
-def test_fake_quantize_undoes_what_it_does(how, axis):
+@pytest.mark.parametrize("name", HOW)
+def test_fake_quantize_undoes_what_it_does(name, axis):
     dtype = {-1: jnp.bfloat16, -2: jnp.float16, 0: jnp.float32}[axis]
     x = normal((64, 64, 64), 1, dtype)
-    options, float32 = HOW[how] | {"axis": axis, "scaling": "floor"}, jnp.float32
+    options, float32 = HOW[name] | {"axis": axis, "scaling": "floor"}, jnp.float32
     q = jax_mx.quantize(x, "mxfp4_e2m1", **options)
     hadamard, rounding = options.get("hadamard"), options.get("rounding")
     signs = np.ones(1) if hadamard is None or hadamard.signs is None else hadamard.signs
@@ -278,8 +278,8 @@ def test_fake_quantize_of_nans_is_a_block_of_nans():
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         y = jax_mx.fake_quantize(x.astype(dtype), hadamard=jax_mx.Hadamard(16, SIGNS[:16]))
         bits = np.dtype(f"uint{8 * y.dtype.itemsize}")
-        found = np.asarray(y).view(bits)
-        assert (found[0, :32] == np.iinfo(bits).max >> 1).all()
+        bits_of_y = np.asarray(y).view(bits)
+        assert (bits_of_y[0, :32] == np.iinfo(bits).max >> 1).all()
         assert np.isfinite(np.asarray(y[0, 32:], np.float32)).all()
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, collectives, quantizings, with_table
+from helpers import assert_bits_equal, assert_refused, collectives, quantizings, step, with_table
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from moe_oracle import Products, rounded
 
@@ -53,13 +53,7 @@ def operands(rows=(40,), dtype=jnp.float32, d=64, i=96, n=72, seed=0):
 
 def with_gradients(f, *args):
     """y and the gradients of all arguments but the last one, which is y's."""
-
-    @jax.jit
-    def both(*args):
-        y, pull = jax.vjp(f, *args[:-1])
-        return y, *pull(args[-1])
-
-    return both(*args)
+    return jax.jit(step(f))(*args)
 
 
 def own(recipe, **options):
@@ -68,7 +62,7 @@ def own(recipe, **options):
     )
 
 
-def three_functions(recipe, activation="swiglu", **how):
+def three_functions(recipe, activation="swiglu", **options):
     def plus(y, bias):
         return (y.astype(jnp.float32) + bias.astype(jnp.float32)).astype(y.dtype)
 
@@ -77,7 +71,7 @@ def three_functions(recipe, activation="swiglu", **how):
 
     def call(x, w1, w2, b1, b2):
         gate_up = plus(product(x, w1), b1)
-        return plus(product(jax_mx.gated(gate_up, activation, **how), w2), b2)
+        return plus(product(jax_mx.gated(gate_up, activation, **options), w2), b2)
 
     return call
 
@@ -128,6 +122,15 @@ def test_equals_the_formula(recipe, residuals):
         assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(b), name
 
 
+def assert_right(got, want, residuals) -> None:
+    """Bit for bit; but for the order in which the float32 gradient of a bias is summed."""
+    for name, a, b in zip(ARRAYS, got, want, strict=True):
+        if name == "b_gate_up" and residuals != "mx":
+            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2)
+        elif residuals != "mx" or name in ("y", "w_down", "b_down"):
+            assert_bits_equal(a, b, name)
+
+
 @pytest.mark.parametrize(
     ("recipe", "rows", "dtype", "residuals"),
     [
@@ -141,15 +144,10 @@ def test_equals_the_formula(recipe, residuals):
     ],
 )
 def test_is_the_three_functions(recipe, rows, dtype, residuals):
-    """Bit for bit; but for the order in which the float32 gradient of a bias is summed."""
     args = operands(rows, dtype, n=40)
     want = with_gradients(three_functions(RECIPES[recipe]), *args)
     got = with_gradients(own(RECIPES[recipe], residuals=residuals), *args)
-    for name, a, b in zip(ARRAYS, got, want, strict=True):
-        if name == "b_gate_up" and residuals != "mx":
-            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2)
-        elif residuals != "mx" or name in ("y", "w_down", "b_down"):
-            assert_bits_equal(a, b, name)
+    assert_right(got, want, residuals)
 
 
 @pytest.mark.thorough
@@ -173,9 +171,9 @@ def test_other_activations(activation, interleaved):
     own_gate = 1 + (activation in GATED)
     x, w1, w2, b1, b2, dy = operands((7,), jnp.bfloat16, n=40)
     args = x, w1[:, : 96 * own_gate], w2, b1[: 96 * own_gate], b2, dy
-    how = {"activation": activation, "interleaved": interleaved, "residuals": "floats"}
+    options = {"activation": activation, "interleaved": interleaved, "residuals": "floats"}
     want = with_gradients(three_functions(MXFP8, activation, interleaved=interleaved), *args)
-    for name, a, b in zip(ARRAYS, with_gradients(own(MXFP8, **how), *args), want, strict=True):
+    for name, a, b in zip(ARRAYS, with_gradients(own(MXFP8, **options), *args), want, strict=True):
         if name != "b_gate_up":
             assert_bits_equal(a, b, name)
 
@@ -214,8 +212,8 @@ def test_frozen_weights_are_those_of_dot_general(first, second):
             at = w.axis % 2 if isinstance(w, jax_mx.MXArray) else 0
             return jax_mx.dot_general(x, w, (((1,), (at,)), ((), ())))
 
-        own = given(rest)
-        return product(jax_mx.gated(product(x, own[0])), own[1])
+        weights = given(rest)
+        return product(jax_mx.gated(product(x, weights[0])), weights[1])
 
     pair = (with_gradients(f, x, *trained, dy) for f in (frozen, three))
     for got, want in zip(*pair, strict=True):
@@ -263,15 +261,11 @@ def by_matmuls(x, w_gate_up, w_down, b_gate_up, b_down, recipe):
     ],
 )
 def test_a_pair_of_weights_is_three_matmuls(recipe, rows, dtype, residuals):
-    """Bit for bit, the gradient of x in its dtype too; but for the order of a bias' sums."""
+    """The gradient of x is right in its dtype too."""
     args, recipe = operands(rows, dtype, n=40), RECIPES[recipe]
     want = with_gradients(of_pair(functools.partial(by_matmuls, recipe=recipe)), *args)
     got = with_gradients(of_pair(mlp, recipe=recipe, residuals=residuals), *args)
-    for name, a, b in zip(ARRAYS, got, want, strict=True):
-        if name == "b_gate_up" and residuals != "mx":
-            np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-2, atol=1e-2)
-        elif residuals != "mx" or name in ("y", "w_down", "b_down"):
-            assert_bits_equal(a, b, name)
+    assert_right(got, want, residuals)
 
 
 @pytest.mark.sampled(2)
@@ -280,7 +274,7 @@ def test_a_pair_of_weights_of_any_kind(kinds):
     """Quantized once, frozen or floats; what is trained gets the gradient of three matmuls."""
     x, w1, w2, *_, dy = operands((7,), jnp.bfloat16, n=64)
     recipe = RECIPES["rows"]
-    made = {
+    weight_of_kind = {
         "once": recipe.quantize_weight,
         "floats": lambda w: w,
         "frozen": lambda w: jax_mx.quantize(jax.lax.stop_gradient(w), axis=0, window="row"),
@@ -288,8 +282,8 @@ def test_a_pair_of_weights_of_any_kind(kinds):
 
     def layer_of(f):
         def call(x, gate, up, w2):
-            each = tuple(made[kind](w) for kind, w in zip(kinds, (gate, up), strict=True))
-            return f(x, each, w2)
+            pair = tuple(weight_of_kind[name](w) for name, w in zip(kinds, (gate, up), strict=True))
+            return f(x, pair, w2)
 
         return call
 
@@ -298,8 +292,8 @@ def test_a_pair_of_weights_of_any_kind(kinds):
         return jax_mx.matmul(jax_mx.gated(gate, up=up), w2, recipe=recipe)
 
     args = x, *apart(w1), w2, dy
-    each = (layer_of(f) for f in (functools.partial(mlp, recipe=recipe), matmuls))
-    for got, want in zip(*(with_gradients(f, *args) for f in each), strict=True):
+    layers = (layer_of(f) for f in (functools.partial(mlp, recipe=recipe), matmuls))
+    for got, want in zip(*(with_gradients(f, *args) for f in layers), strict=True):
         assert_bits_equal(got, want)
 
 
@@ -313,7 +307,7 @@ def test_a_pair_of_weights_reads_one_quantized_x():
         for eqn in equations(jax.make_jaxpr(f)(x, *apart(w1), w2).jaxpr)
         if eqn.primitive.name == "mx_quantize_rows"
     ]
-    # Of x, three weights, what lies between, and the gradients of y, of gates and of ups.
+    # The calls quantize x, three weights, the array between, and the gradients of y, gates and ups.
     assert len(calls) == 8 and {eqn.params["plan"].op for eqn in calls} == {"quantize_both"}
     text = str(jax.make_jaxpr(f)(x, *apart(w1), w2))
     assert "64,192" not in text
@@ -332,12 +326,12 @@ def test_what_is_kept():
         floats += x.nbytes + w1_bytes + w2.nbytes + gate_up // 2
         assert sum(leaf.nbytes for leaf in kept) <= 0.55 * floats
     policy = jax.checkpoint_policies.save_only_these_names(jax_mx.CHECKPOINT_NAME)
-    own, kept, again = (
+    ours, kept, again = (
         quantizings(jax.grad(lambda x, w1, w2, f=f: f(x, w1, w2).astype(jnp.float32).sum()), x, w1,
                     w2)
         for f in (mlp, jax.checkpoint(mlp, policy=policy), jax.checkpoint(mlp))
     )  # fmt: skip
-    assert own == kept < again
+    assert ours == kept < again
 
 
 def test_activations_are_quantized_as_they_are_made():
@@ -430,22 +424,14 @@ SIZE = 256
 
 def mark(split: Split) -> str:
     """The words of a cell in the table."""
-    found = ["auto: twice"] * split.gathers + ["gates move, but in shard_map"] * split.moves
-    return "; ".join(found) or "yes"
+    notes = ["auto: twice"] * split.gathers + ["gates move, but in shard_map"] * split.moves
+    return "; ".join(notes) or "yes"
 
 
 @functools.cache
 def inputs():
     x, w1, w2, *_, dy = operands((SIZE,), d=SIZE, i=SIZE, n=SIZE)
     return tuple(np.asarray(a) for a in (x, w1, w2, dy))
-
-
-def step(f):
-    def call(x, w1, w2, dy):
-        y, pull = jax.vjp(f, x, w1, w2)
-        return (y, *pull(dy))
-
-    return call
 
 
 @functools.cache
@@ -478,10 +464,10 @@ def in_shards(split: Split):
 
 def compiled(split: Split, mode: str, f=mlp):
     """The program, and operands that lie as it wants them."""
-    kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     lengths = (8,) if len(split.names) == 1 else (2, 4)
     mesh = jax.make_mesh(
-        lengths, split.names, axis_types=(kind,) * len(lengths), devices=jax.devices("cpu")
+        lengths, split.names, axis_types=(axis_type,) * len(lengths), devices=jax.devices("cpu")
     )
     specs, args = [split.x, split.w1, split.w2, split.y], [*inputs()]
     call = step(functools.partial(f, interleaved=split.interleaved))
@@ -493,10 +479,10 @@ def compiled(split: Split, mode: str, f=mlp):
             step(in_shards(split)), mesh=mesh, in_specs=(*specs,), out_specs=(specs[3], *specs[:3])
         )
     where = [NamedSharding(mesh, spec) for spec in specs]
-    given = [jax.device_put(a, s) for a, s in zip(args, where, strict=True)]
+    placed = [jax.device_put(a, s) for a, s in zip(args, where, strict=True)]
     with jax.set_mesh(mesh):
-        program = jax.jit(call, out_shardings=(where[3], *where[:3])).lower(*given).compile()
-    return program, given
+        program = jax.jit(call, out_shardings=(where[3], *where[:3])).lower(*placed).compile()
+    return program, placed
 
 
 @pytest.mark.parametrize(
@@ -513,23 +499,23 @@ def compiled(split: Split, mode: str, f=mlp):
 def test_sharded(title, mode):
     """A cell: one device's results, and no collective that the same products do not have."""
     split = SPLITS[title]
-    program, given = compiled(split, mode)
+    program, placed = compiled(split, mode)
     for name, got, want in zip(
-        ARRAYS[:4], program(*given), unsharded(split.interleaved), strict=True
+        ARRAYS[:4], program(*placed), unsharded(split.interleaved), strict=True
     ):
         got = np.asarray(got).reshape(want.shape)
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want), name
-    own = collectives(program.as_text())
+    moved = collectives(program.as_text())
     if mode == "shard_map":
         kinds = {"all-reduce"} | ({"all-gather", "reduce-scatter"} if split.gathers else set())
-        assert {kind for kind, *_ in own} <= kinds
+        assert {op for op, *_ in moved} <= kinds
         return
     allowed = Counter(collectives(compiled(split, "auto", plain)[0].as_text()))
     for key in [*allowed]:  # codes and floats of gate_up are read apart
         twice = key[0] == "all-gather" and mode == "auto" and split.gathers
         allowed[key] *= 1 + (twice or key[0] in ("collective-permute", "all-to-all"))
-    assert own <= allowed, f"{own - allowed} are not among {allowed}"
-    moving = {"collective-permute", "all-to-all"} & {kind for kind, *_ in own}
+    assert moved <= allowed, f"{moved - allowed} are not among {allowed}"
+    moving = {"collective-permute", "all-to-all"} & {op for op, *_ in moved}
     assert bool(moving) == split.moves
 
 

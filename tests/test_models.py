@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from helpers import assert_bits_equal, normal, on_eight, quantizings
+from helpers import assert_bits_equal, assert_same, mesh_of, normal, on_eight, quantizings
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -34,9 +34,7 @@ def in_bf16(lhs, rhs, numbers, precision=None, preferred_element_type=None, **op
     return y.astype(preferred_element_type or lhs.dtype)
 
 
-def mesh_of_eight(kind=AxisType.Auto):
-    devices = jax.devices("cpu")
-    return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=devices)
+mesh_of_eight = functools.partial(mesh_of, 4, 2, names=("data", "tensor"))
 
 
 def placed(mesh):
@@ -139,7 +137,7 @@ def transformer(name, steps):
 )
 def test_a_transformer_learns_text(name, within, steps):
     """Beside bfloat16: MXFP8, as the layers above do by default, and MXFP4, which has 4 bits."""
-    want, got = (transformer(each, steps)[-10:].mean() for each in ("bf16", name))
+    want, got = (transformer(recipe, steps)[-10:].mean() for recipe in ("bf16", name))
     assert want < 3.2 < transformer("bf16", steps)[0]
     assert got == pytest.approx(want, rel=within)
 
@@ -150,19 +148,19 @@ def test_a_transformer_learns_text(name, within, steps):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_layer_takes_it(name, dtype):
     """Keywords as each layer passes them; the types that it gives without MX."""
-    rngs, own = nnx.Rngs(0), {"dtype": jnp.dtype(dtype), "precision": jax.lax.Precision.HIGH}
+    rngs, options = nnx.Rngs(0), {"dtype": jnp.dtype(dtype), "precision": jax.lax.Precision.HIGH}
     x = jnp.ones((2, 3, 64))
     batched = {"batch_axis": {0: 2}}
-    for given in ({}, {"preferred_element_type": jnp.float32}):
+    for arguments in ({}, {"preferred_element_type": jnp.float32}):
 
-        def nnx_layers(dot_general, given=given):
-            more = {"dot_general": dot_general, "rngs": rngs, **own, **given}
+        def nnx_layers(dot_general, arguments=arguments):
+            more = {"dot_general": dot_general, "rngs": rngs, **options, **arguments}
             yield nnx.Linear(64, 5, **more)
             yield nnx.LinearGeneral(64, (4, 5), **more)
             yield nnx.LinearGeneral(64, 5, **batched, **more)
 
         def linen_layers(dot_general):
-            more = {"dot_general": dot_general, **own}
+            more = {"dot_general": dot_general, **options}
             yield linen.Dense(5, **more)
             yield linen.DenseGeneral((4, 5), **more)
             yield linen.DenseGeneral(5, batch_dims=0, axis=-1, **more)
@@ -187,7 +185,7 @@ def test_einsum_takes_it():
 
 def test_layers_on_explicit_meshes():
     """out_sharding goes through; the layer without MX has the same types."""
-    with jax.set_mesh(mesh_of_eight(AxisType.Explicit)):
+    with jax.set_mesh(mesh_of_eight(axis_type=AxisType.Explicit)):
         x = jax.device_put(np.ones((4, 32, 64), np.float32), P("data", None, "tensor"))
         spec = {"kernel_metadata": {"out_sharding": P("tensor", None)}, "use_bias": False}
         layers = [
@@ -266,11 +264,6 @@ def test_a_second_process_compiles_nothing(tmp_path):
 
 
 # ---- variables ---
-def same(got, want):
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert_bits_equal(g, w)
-
-
 def test_variables_are_what_they_hold():
     """Floats and frozen weights, in every product; as jnp takes them."""
     x, w = normal((5, 64)), normal((64, 64), 1)
@@ -288,7 +281,7 @@ def test_variables_are_what_they_hold():
         (jax_mx.quantize, w),
         (jax_mx.dequantize, frozen),
     ):
-        same(call(nnx.Param(array)), call(array))
+        assert_same(call(nnx.Param(array)), call(array))
     layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
-    found = nnx.grad(lambda layer: jax_mx.matmul(x, layer.kernel).sum())(layer)["kernel"]
-    same(found[...], jax.grad(lambda w: jax_mx.matmul(x, w).sum())(layer.kernel[...]))
+    gradient = nnx.grad(lambda layer: jax_mx.matmul(x, layer.kernel).sum())(layer)["kernel"]
+    assert_same(gradient[...], jax.grad(lambda w: jax_mx.matmul(x, w).sum())(layer.kernel[...]))

@@ -79,11 +79,11 @@ def exact(args):
     return [a if a.dtype == np.int32 else np.asarray(a, np.float64) for a in args]
 
 
-def assert_close(got, want, bound, what=""):
+def assert_close(got, want, bound, label=""):
     """By the norm of all; a rounding in between may fall the other way."""
     got, want = (np.asarray(a, np.float64) for a in (got, want))
     far, size = np.linalg.norm(got - want), np.linalg.norm(want)
-    assert far <= bound * size, f"{what}: off by {far / size:.3g} of its norm"
+    assert far <= bound * size, f"{label}: off by {far / size:.3g} of its norm"
 
 
 NAMES = ("x", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
@@ -103,8 +103,8 @@ NAMES = ("x", "weights", "w_gate_up", "w_down", "b_gate_up", "b_down")
 def test_values_and_gradients(recipe, options):
     args = operands(routing="some are none")
     y, gradients = with_gradients(args, recipe=RECIPES[recipe], **options)
-    own = {"residuals": "mx", **options}
-    want, wanted = Layer(RECIPES[recipe], **own)(*exact(args))
+    layer_options = {"residuals": "mx", **options}
+    want, wanted = Layer(RECIPES[recipe], **layer_options)(*exact(args))
     assert_close(y, want, 2e-3, "y")
     for name, got, expected in zip(NAMES, gradients, wanted, strict=True):
         assert_close(got, expected, 4e-3, name)
@@ -137,13 +137,13 @@ def test_graphs_are_replayed_with_other_routings(recipe):
     seen, before = [], _ffi.counters()["captured"]
     for routing in (*ROUTINGS, *ROUTINGS):
         args = operands(routing=routing)
-        own, plain = (
+        replayed, plain = (
             with_gradients(args, jnp.bfloat16, recipe=RECIPES[recipe], **implementation)
             for implementation in ({}, {"implementation": "xla"})
         )
-        for got, want in zip(jax.tree.leaves(own), jax.tree.leaves(plain), strict=True):
+        for got, want in zip(jax.tree.leaves(replayed), jax.tree.leaves(plain), strict=True):
             assert_close(got, want, 1e-2, routing)
-        seen.append(own)
+        seen.append(replayed)
     assert _ffi.counters()["captured"] > before
     for first, again in zip(seen[: len(ROUTINGS)], seen[len(ROUTINGS) :], strict=True):
         for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
@@ -187,14 +187,14 @@ def test_nan_stays_with_its_token(where, recipe):
     args, t = dict(zip(names, operands(), strict=True)), 5
     args["experts"] = np.where(np.arange(TOKENS)[:, None] == t, [[1, -1]], args["experts"])
     args["experts"] = args["experts"].astype(np.int32)
-    own = np.zeros(args[where].shape, bool)
-    own[t, 0 if where == "weights" else 3] = True
+    is_nan = np.zeros(args[where].shape, bool)
+    is_nan[t, 0 if where == "weights" else 3] = True
     options = {"recipe": RECIPES[recipe]}
     y, gradients = with_gradients([*args.values()], **options)
-    args[where] = np.where(own, np.float32(np.nan), args[where])
-    found, bad = with_gradients([*args.values()], **options)
+    args[where] = np.where(is_nan, np.float32(np.nan), args[where])
+    y_with_nan, bad = with_gradients([*args.values()], **options)
     for name, got, want, row in zip(
-        ("y", *NAMES), (found, *bad), (y, *gradients), (t, t, t, 1, 1, 1, 1), strict=True
+        ("y", *NAMES), (y_with_nan, *bad), (y, *gradients), (t, t, t, 1, 1, 1, 1), strict=True
     ):
         got, want = np.asarray(got), np.asarray(want)
         assert_bits_equal(np.delete(got, row, 0), np.delete(want, row, 0), name)
@@ -218,7 +218,7 @@ def test_each_operand_has_a_dtype_of_its_own(dtype, residuals):
     x, experts, weights, w1, w2, b1, b2, _ = (jnp.asarray(a) for a in args)
     x, rest = x.astype(dtype), [weights, w1, w2, b1, b2]
     start = kinds.index(dtype)
-    given = [a.astype(kinds[(start + i) % 3]) for i, a in enumerate(rest)]
+    arrays = [a.astype(kinds[(start + i) % 3]) for i, a in enumerate(rest)]
 
     @jax.jit
     def both(x, weights, *rest):
@@ -226,9 +226,9 @@ def test_each_operand_has_a_dtype_of_its_own(dtype, residuals):
         y, pull = jax.vjp(f, x, weights, *rest)
         return y, *pull(jnp.ones_like(y))
 
-    got, want = both(x, *given), both(args[0], *rest)
-    for name, a, like, b in zip(("y", *NAMES), got, (x, x, *given), want, strict=True):
-        assert (a.dtype, a.shape) == (like.dtype, like.shape), name
+    got, want = both(x, *arrays), both(args[0], *rest)
+    for name, a, operand, b in zip(("y", *NAMES), got, (x, x, *arrays), want, strict=True):
+        assert (a.dtype, a.shape) == (operand.dtype, operand.shape), name
         assert_close(a, b, 0.05, name)
 
 
@@ -263,8 +263,8 @@ def test_vmap_and_scan():
     x, experts, weights, w1, w2, *_ = (jnp.asarray(a) for a in operands(tokens=8))
     xs, ids = jnp.stack([x, -x]), jnp.stack([experts, experts[::-1]])
     f = lambda x, e: layer(x, e, weights, w1, w2)  # noqa: E731
-    want = [f(*each) for each in zip(xs, ids, strict=True)]
-    for y in (jax.vmap(f)(xs, ids), jax.lax.map(lambda each: f(*each), (xs, ids))):
+    want = [f(*arguments) for arguments in zip(xs, ids, strict=True)]
+    for y in (jax.vmap(f)(xs, ids), jax.lax.map(lambda arguments: f(*arguments), (xs, ids))):
         for got, expected in zip(y, want, strict=True):
             assert_bits_equal(got, expected)
 
@@ -277,8 +277,8 @@ def test_second_derivatives_are_refused(name):
     key = {"w_down": "w2", "b_gate_up": "b1", "b_down": "b2"}.get(name, name)
 
     def gradient(value):
-        *given, dy = (args | {key: value}).values()
-        y, pull = jax.vjp(lambda x: layer(x, *given[1:], recipe=BF16), given[0])
+        *arguments, dy = (args | {key: value}).values()
+        y, pull = jax.vjp(lambda x: layer(x, *arguments[1:], recipe=BF16), arguments[0])
         return pull(y if name != "dy" else dy)[0].sum()
 
     with pytest.raises(NotImplementedError, match="moe: derivatives of derivatives"):
@@ -342,8 +342,8 @@ def test_lists_and_any_order_of_bytes_are_arrays():
     x, experts, weights, w1, w2, b1, b2, _ = operands()
     floats = (x, weights, w1, w2, b1, b2)
     want = layer(x, experts, weights, w1, w2, b1, b2)
-    for given in ([a.astype(">f4") for a in floats], [a.tolist() for a in floats]):
-        x, weights, w1, w2, b1, b2 = given
+    for arrays in ([a.astype(">f4") for a in floats], [a.tolist() for a in floats]):
+        x, weights, w1, w2, b1, b2 = arrays
         assert_bits_equal(layer(x, experts, weights, w1, w2, b1, b2), want)
         sizes = jnp.full(E, 3, jnp.int32)
         want_rows = jax_mx.ragged_dot(floats[0], floats[2], sizes)

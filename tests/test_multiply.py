@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import (
     assert_bits_equal,
-    assert_same_array,
+    assert_same,
     in_turn,
     lowered_apart,
     normal,
@@ -44,17 +44,12 @@ BOTH = (True, True)
 def composed(x, formats, dequantized, axis=-1, **options):
     """`through_codes` by `quantize` and `dequantize`, a call each."""
     if len(formats) == 1:
-        found, turns = [jax_mx.quantize(x, formats[0], axis=axis, **options)], (False,)
+        results, turns = [jax_mx.quantize(x, formats[0], axis=axis, **options)], (False,)
     else:
         turns = (False, not dequantized[1])
-        found = jax_mx.quantize_both(x, formats=formats, transpose=turns, **options)
-    each = zip(found, dequantized, strict=True)
-    return [q.dequantize(jnp.bfloat16) if floats else q for q, floats in each]
-
-
-def same(got, want):
-    for g, w in zip(got, want, strict=True):
-        (assert_same_array if isinstance(w, jax_mx.MXArray) else assert_bits_equal)(g, w)
+        results = jax_mx.quantize_both(x, formats=formats, transpose=turns, **options)
+    pairs = zip(results, dequantized, strict=True)
+    return [q.dequantize(jnp.bfloat16) if floats else q for q, floats in pairs]
 
 
 WAYS = {
@@ -71,14 +66,14 @@ WAYS = {
 @pytest.mark.parametrize("way,format", in_turn(WAYS, FORMATS))
 def test_floats_are_what_codes_stand_for(way, format):
     x = jnp.asarray(random_bits((32, 64, 96), "bfloat16", seed=3))
-    how = WAYS[way] | {"formats": (format,) * len(WAYS[way]["dequantized"]), "scaling": "even"}
-    want = composed(x, **how)
-    f = functools.partial(through_codes, **how)
-    same(f(x), want)
-    same(jax.jit(f)(x), want)
+    options = WAYS[way] | {"formats": (format,) * len(WAYS[way]["dequantized"]), "scaling": "even"}
+    want = composed(x, **options)
+    f = functools.partial(through_codes, **options)
+    assert_same(f(x), want)
+    assert_same(jax.jit(f)(x), want)
     if way != "before both":
-        each = zip(*map(f, x), strict=True)  # by NumPy: XLA's CPU gives NaNs bits of its own
-        mapped = [jax.tree.map(lambda *a: np.stack([*map(np.asarray, a)]), *q) for q in each]
+        pairs = zip(*map(f, x), strict=True)  # by NumPy: XLA's CPU gives NaNs bits of its own
+        mapped = [jax.tree.map(lambda *a: np.stack([*map(np.asarray, a)]), *q) for q in pairs]
         for a, b in zip(*map(jax.tree.leaves, (jax.vmap(f)(x), mapped)), strict=True):
             assert_bits_equal(a, b)
 
@@ -89,36 +84,37 @@ def test_floats_are_what_codes_stand_for(way, format):
 def test_of_what_is_made(source, dequantized):
     x = jnp.asarray(random_bits((64, 128), "bfloat16", seed=4))
     if source == "rows":
-        how = {"rows": np.array([3, -1, 70, *range(61)], np.int32)}
+        options = {"rows": np.array([3, -1, 70, *range(61)], np.int32)}
     else:
         dy = (
             jnp.asarray(random_bits((64, 64), "bfloat16", seed=5)) if source == "gradient" else None
         )
-        how = {"activation": jax_mx.Gated("swiglu", gradient=dy)}
+        options = {"activation": jax_mx.Gated("swiglu", gradient=dy)}
     formats = FORMATS[:1] * len(dequantized)
-    want = jax.jit(lambda: composed(x, formats, dequantized, **how))()
-    same(jax.jit(lambda: through_codes(x, formats, dequantized, **how))(), want)
+    want = jax.jit(lambda: composed(x, formats, dequantized, **options))()
+    assert_same(jax.jit(lambda: through_codes(x, formats, dequantized, **options))(), want)
 
 
 @pytest.mark.sampled(2, 1)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_sharded_floats_lie_as_x_does(kind):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sharded_floats_lie_as_x_does(axis_type):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2)
     x = random_bits((128, 128), "bfloat16", seed=6)
     with jax.set_mesh(mesh):
         split = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
         got = jax.jit(lambda x: through_codes(x, FORMATS[:1] * 2, (True, False)))(split)
-    same(jax.tree.map(np.asarray, got), composed(jnp.asarray(x), FORMATS[:1] * 2, (True, False)))
+    want = composed(jnp.asarray(x), FORMATS[:1] * 2, (True, False))
+    assert_same(jax.tree.map(np.asarray, got), want)
     assert got[0].sharding.spec == P("a", "b")
 
 
 def test_kernels_give_floats_alone():
     """Each variant's plan has that kernel; without one, kernels of codes come before others'."""
-    found = {v.name for v in SHIPPED if v.gives_floats}
+    names = {v.name for v in SHIPPED if v.gives_floats}
     taken = set()
     for dtype, chip in (("bfloat16", "sm_90"), ("float32", "sm_90"), ("bfloat16", "gfx950")):
         for variant in SHIPPED:
-            if variant.name in found and not variant.source:
+            if variant.name in names and not variant.source:
                 _, op = op_of(dataclasses.replace(variant, dtype=dtype))
                 jaxpr = jax.make_jaxpr(lambda x, op=op: op(x))(jnp.zeros((64, 64), dtype))
                 (plan,) = [
@@ -132,7 +128,7 @@ def test_kernels_give_floats_alone():
                 assert support and support.via_codes == (dtype != "bfloat16")
                 if support.is_direct:
                     taken.add(support.kernels[0].name)
-    assert taken == {v.name for v in SHIPPED if v.name in found and not v.source}
+    assert taken == {v.name for v in SHIPPED if v.name in names and not v.source}
 
 
 # ---- which steps take them ---
@@ -207,19 +203,19 @@ def test_mapped_and_kept(monkeypatch):
         "scan": lambda x, w: jax.lax.scan(lambda c, x: (c, f(x, c)), w, x)[1],
         "checkpoint": jax.checkpoint(f, policy=keep),
     }
-    for way, own in ways.items():
-        want = jax.jit(functools.partial(with_gradients, own))(x, w)
+    for way, product in ways.items():
+        want = jax.jit(functools.partial(with_gradients, product))(x, w)
         with of_floats(monkeypatch) as count:
-            got = jax.jit(functools.partial(with_gradients, own))(x, w)
+            got = jax.jit(functools.partial(with_gradients, product))(x, w)
         assert count, way
-        for g, each in zip(got, want, strict=True):
-            assert_bits_equal(g, each, way)
+        for g, expected in zip(got, want, strict=True):
+            assert_bits_equal(g, expected, way)
 
 
 @pytest.mark.sampled(2, 1)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_steps_of_sharded_floats(kind, monkeypatch):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_steps_of_sharded_floats(axis_type, monkeypatch):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(axis_type,) * 2)
     x, w = numbers((128, 64), 1), numbers((64, 64), 2)
     f = functools.partial(jax_mx.matmul, implementation="dequantize")
     with jax.set_mesh(mesh):
@@ -230,9 +226,9 @@ def test_steps_of_sharded_floats(kind, monkeypatch):
         with of_floats(monkeypatch):
             got = jax.jit(functools.partial(with_gradients, f))(*split)
     want = jax.jit(functools.partial(with_gradients, f))(x, w)
-    for g, each in zip(got[:2], want[:2], strict=True):
-        g, each = (np.asarray(a, np.float32) for a in (g, each))
-        np.testing.assert_allclose(g, each, rtol=2**-6, atol=0.02 * np.abs(each).max())
+    for g, expected in zip(got[:2], want[:2], strict=True):
+        g, expected = (np.asarray(a, np.float32) for a in (g, expected))
+        np.testing.assert_allclose(g, expected, rtol=2**-6, atol=0.02 * np.abs(expected).max())
     assert_bits_equal(np.asarray(got[0]), want[0])
 
 
@@ -240,13 +236,13 @@ def test_in_shard_map(monkeypatch):
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     x, w = numbers((128, 64), 1), numbers((64, 64), 2)
     f = functools.partial(jax_mx.matmul, implementation="dequantize")
-    own = jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
-    want = jax.jit(functools.partial(with_gradients, own))(x, w)
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    want = jax.jit(functools.partial(with_gradients, mapped))(x, w)
     with of_floats(monkeypatch) as count:
-        got = jax.jit(functools.partial(with_gradients, own))(x, w)
+        got = jax.jit(functools.partial(with_gradients, mapped))(x, w)
     assert len(count) >= 2
-    for g, each in zip(got, want, strict=True):
-        assert_bits_equal(g, each)
+    for g, expected in zip(got, want, strict=True):
+        assert_bits_equal(g, expected)
 
 
 @pytest.mark.parametrize("recipe", [jax_mx.MXFP8_HYBRID, MXFP8, Recipe(scaling="floor")])
@@ -269,8 +265,8 @@ def test_steps_of_tokens_that_moved(monkeypatch):
     experts = np.random.default_rng(0).integers(0, 8, (32, 2)).astype(np.int32)
 
     def f(x, weights, w1, w2):
-        own = {"implementation": "dequantize", "expert_axis": "a"}
-        return jax_mx.moe(x, experts, weights, w1, w2, **own)
+        options = {"implementation": "dequantize", "expert_axis": "a"}
+        return jax_mx.moe(x, experts, weights, w1, w2, **options)
 
     with jax.set_mesh(mesh), of_floats(monkeypatch) as count:
         jax.jit(functools.partial(with_gradients, f)).lower(*args)
@@ -312,8 +308,8 @@ def test_it_is_known_when_they_are_lowered():
         (MXFP8, "float32"),
         ("bf16", "bfloat16"),
     ):
-        own = functools.partial(jax_mx.matmul, recipe=recipe)
-        assert not steps_in(own, x.astype(dtype), w.astype(dtype)), recipe
+        product = functools.partial(jax_mx.matmul, recipe=recipe)
+        assert not steps_in(product, x.astype(dtype), w.astype(dtype)), recipe
     assert not steps_in(
         lambda q, w: jax_mx.matmul(q, w), jax_mx.quantize(x), jax_mx.quantize(w, axis=0)
     )
@@ -337,8 +333,8 @@ def test_a_scan_does_not_keep_a_weight_for_each_microbatch(dequantized):
     xs, w = jnp.zeros((4, 256, 64), jnp.bfloat16), numbers((64, 96), 2)
 
     def f(w, xs):
-        own = MXFP8.quantize_weight(w, dequantized=dequantized)
-        return jax.lax.map(lambda x: jax_mx.matmul(x, own), xs).astype(jnp.float32).sum()
+        weight = MXFP8.quantize_weight(w, dequantized=dequantized)
+        return jax.lax.map(lambda x: jax_mx.matmul(x, weight), xs).astype(jnp.float32).sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(f, (0, 1)))(w, xs).jaxpr
     forward, backward = [e for e in multiply.equations(jaxpr) if e.primitive.name == "scan"]
@@ -351,7 +347,7 @@ def test_a_scan_does_not_keep_a_weight_for_each_microbatch(dequantized):
 def test_explain_and_counts_see_a_step_once():
     x, w = numbers((64, 64), 1), numbers((64, 64), 2)
     f = jax.grad(lambda x, w: jax_mx.matmul(x, w).astype(jnp.float32).sum(), (0, 1))
-    assert sum(each.count for each in jax_mx.explain(f, x, w).calls) == 3
+    assert sum(entry.count for entry in jax_mx.explain(f, x, w).calls) == 3
     assert quantizings(f, x, w) == 6
 
 
@@ -383,8 +379,8 @@ def test_a_checkpoint_keeps_steps_whole_and_its_first_pass_keeps_no_form():
         (policies.save_only_these_names(jax_mx.CHECKPOINT_NAME), []),
     ):
         f = functools.partial(with_gradients, loop(jax.checkpoint(product, policy=policy)))
-        for g, each in zip(jax.jit(f)(x, w), want, strict=True):
-            assert_bits_equal(g, each)
+        for g, expected in zip(jax.jit(f)(x, w), want, strict=True):
+            assert_bits_equal(g, expected)
         steps = [eqn.params["step"] for eqn in steps_in(f, x, w)]
         assert [s.kept for s in steps if len(s.multiplications) == 1] == kept
         if kept:
@@ -405,8 +401,8 @@ def test_without_jit_nothing_is_compiled_or_kept():
         got = f(x, w)
         assert all(eqn.primitive is not multiply.step_p for eqn in jax.make_jaxpr(f)(x, w).eqns)
         count = len(got)
-        for g, each in zip(got, want, strict=True):
-            assert_bits_equal(g, each)
+        for g, expected in zip(got, want, strict=True):
+            assert_bits_equal(g, expected)
         del got, g
         gc.collect()
         assert len(jax.live_arrays()) <= before + count

@@ -123,7 +123,7 @@ def test_changed_bits_are_noticed(form, architecture, changes, least, cases, cap
     rate = 1 - outcomes["survived"] / changes
     with capsys.disabled():
         print(f"\n{form} on {architecture}: {rate:.1%} of {changes} noticed, {dict(outcomes)}")
-        print("survivors:", ", ".join(f"{n} {what}" for what, n in survivors.most_common()))
+        print("survivors:", ", ".join(f"{n} {mutation}" for mutation, n in survivors.most_common()))
     assert rate > least
 
 

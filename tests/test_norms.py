@@ -16,11 +16,12 @@ from helpers import (
     assert_same_array,
     call_attributes_in,
     for_any_address,
+    mesh_of,
     poison_memory,
     product,
     settled,
 )
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_mx
 from jax_mx import rms_norm
@@ -51,12 +52,12 @@ def rows(shape, dtype, seed=0, spread=3):
 def factor_of(row):
     """(of the row, as float64)."""
     wide = np.float64 if row.dtype == np.float32 else np.float32
-    each = settled(row.astype(np.float32)).astype(wide)
+    rounded = settled(row.astype(np.float32)).astype(wide)
     if wide is np.float32:
-        each = np.where(np.abs(each) < np.float32(2.0**-63), np.float32(0), each)
+        rounded = np.where(np.abs(rounded) < np.float32(2.0**-63), np.float32(0), rounded)
     sums = np.zeros(2048, wide)
     for start in range(0, len(row), 2048):
-        part = each[start : start + 2048]
+        part = rounded[start : start + 2048]
         sums[: len(part)] += part * part
     while len(sums) > 1:
         sums = sums[0::2] + sums[1::2]
@@ -153,17 +154,17 @@ def test_rows_are_those_of_the_result():
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("how", [{}, {"window": 128}, {"both": True}, {"rows": True}], ids=str)
-def test_quantized_after_a_residual_was_added(how):
+@pytest.mark.parametrize("options", [{}, {"window": 128}, {"both": True}, {"rows": True}], ids=str)
+def test_quantized_after_a_residual_was_added(options):
     x, residual = rows((64, 96), "bfloat16"), rows((64, 96), "bfloat16", 1)
-    weight, found = rows((96,), "bfloat16", 2), dict(how)
-    if "rows" in how:
-        found["rows"] = np.arange(32, dtype=np.int32)[::-1]
+    weight, arguments = rows((96,), "bfloat16", 2), dict(options)
+    if "rows" in options:
+        arguments["rows"] = np.arange(32, dtype=np.int32)[::-1]
     run = lambda x, r: rms_norm(  # noqa: E731
-        x, weight, eps=EPS, residual=r, format="mxfp8_e4m3", factors=True, **found
+        x, weight, eps=EPS, residual=r, format="mxfp8_e4m3", factors=True, **arguments
     )
     total = rms_norm(x, residual=residual).sum
-    want = rms_norm(total, weight, eps=EPS, format="mxfp8_e4m3", factors=True, **found)
+    want = rms_norm(total, weight, eps=EPS, format="mxfp8_e4m3", factors=True, **arguments)
     for got in (run(x, residual), jax.jit(run)(x, residual)):
         assert_bits_equal(got.sum, total)
         assert_bits_equal(got.factors, want.factors)
@@ -180,8 +181,8 @@ def test_quantized():
     two = rms_norm(x, weight, format="mxfp8_e5m2", both=True, floats=True, window=128)
     assert_bits_equal(two.floats, plain)
     want = jax_mx.quantize_both(plain, "mxfp8_e5m2", window=128)
-    for got, each in zip(two.quantized, want, strict=True):
-        assert_same_array(got, each)
+    for got, expected in zip(two.quantized, want, strict=True):
+        assert_same_array(got, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=thorough)])
@@ -194,10 +195,10 @@ def test_gradients(dtype, format):
     dfactors = rows(x.shape[:-1], "float32", 5)
 
     def call(x, residual, weight):
-        found = rms_norm(
+        result = rms_norm(
             x, weight, eps=EPS, residual=residual, format=format, floats=True, factors=True
         )
-        return found.floats, found.sum, found.factors
+        return result.floats, result.sum, result.factors
 
     _, pull = jax.vjp(call, x, residual, weight)
     got = pull((dy, dsum, dfactors))
@@ -238,31 +239,31 @@ def nasty(shape, seed=0, dtype="bfloat16"):
     return x
 
 
-def quantized(variant, implementation, **how):
+def quantized(variant, implementation, **options):
     """A variant's results for x and weights, the factors; for a sum of x and x upside down, it."""
     formats = {"formats": tuple(f.name for f in variant.formats)} if variant.form.is_both else {}
     if not variant.form.is_both and variant.form.transposed:
-        how |= {"axis": -2, "transpose": True}
-    how |= formats | {"both": variant.form.is_both, "window": variant.window}
+        options |= {"axis": -2, "transpose": True}
+    options |= formats | {"both": variant.form.is_both, "window": variant.window}
     name = variant.formats[0].name
 
     def run(x, weight):
         residual = x[::-1] if variant.source.added else None
-        found = rms_norm(
+        result = rms_norm(
             x, weight, eps=EPS, format=name, factors=True, implementation=implementation,
-            residual=residual, floats=variant.source.floats, **how
+            residual=residual, floats=variant.source.floats, **options
         )  # fmt: skip
-        return found.quantized, found.factors, found.sum, found.floats
+        return result.quantized, result.factors, result.sum, result.floats
 
     return jax.jit(run)
 
 
-def check(variant, x, weight, **how):
+def check(variant, x, weight, **options):
     """The kernel quantizes the bits that XLA computes on the CPU."""
     with jax.default_device(jax.devices("cpu")[0]):
-        want = quantized(variant, "xla", **how)(x, weight)
+        want = quantized(variant, "xla", **options)(x, weight)
     poison_memory()
-    got = quantized(variant, variant.implementation, **how)(x, weight)
+    got = quantized(variant, variant.implementation, **options)(x, weight)
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         assert_bits_equal(np.asarray(a), np.asarray(b))
 
@@ -275,19 +276,19 @@ def test_what_serves_it():
         True,
         f"flydsl: quantize_last_{name} of floats that XLA makes",
     )
-    found = supported("quantize_both", "sm_100", transpose=True)
-    assert found == (True, f"cutedsl: quantize_both_transposed_{name}_mxfp8_e4m3_rms_norm")
-    found = supported("quantize", "gfx950", floats=True)
-    assert found == (True, f"flydsl: quantize_last_{name} of floats that XLA makes")
-    found = supported("quantize", "sm_90", dtype="float32")
-    assert found == (True, "cutedsl: quantize_last_float32_mxfp8_e4m3_rms_norm")
+    answer = supported("quantize_both", "sm_100", transpose=True)
+    assert answer == (True, f"cutedsl: quantize_both_transposed_{name}_mxfp8_e4m3_rms_norm")
+    answer = supported("quantize", "gfx950", floats=True)
+    assert answer == (True, f"flydsl: quantize_last_{name} of floats that XLA makes")
+    answer = supported("quantize", "sm_90", dtype="float32")
+    assert answer == (True, "cutedsl: quantize_last_float32_mxfp8_e4m3_rms_norm")
     turned = {"axis": -2, "transpose": True}
-    found = supported("quantize", "sm_80", dtype="float16", **turned)
-    assert found == (True, "cutedsl: quantize_second_transposed_float16_mxfp8_e4m3_rms_norm")
-    for how in ({"dtype": "float32", **turned}, {"axis": -2}, {"rows": True},
+    answer = supported("quantize", "sm_80", dtype="float16", **turned)
+    assert answer == (True, "cutedsl: quantize_second_transposed_float16_mxfp8_e4m3_rms_norm")
+    for options in ({"dtype": "float32", **turned}, {"axis": -2}, {"rows": True},
                 {"activation": "swiglu"}, {"floats": True, "dtype": "float16"}):  # fmt: skip
-        served, what = supported("quantize", "sm_90", **how)
-        assert served and what.endswith(" of floats that XLA makes")
+        served, why = supported("quantize", "sm_90", **options)
+        assert served and why.endswith(" of floats that XLA makes")
     refused = functools.partial(assert_refused, error=ValueError)
     refused(lambda: supported("quantize", "sm_90", ndim=3), sentence="those of a matrix")
 
@@ -297,8 +298,8 @@ def test_one_call():
     """On x as it lies, of any rank along rows; and where XLA splits, of what XLA computes."""
     weight = jnp.ones(256, jnp.bfloat16)
 
-    def text_of(x, **how):
-        run = lambda x: rms_norm(x, weight, format="mxfp8_e4m3", factors=True, **how)[1:]  # noqa: E731
+    def text_of(x, **options):
+        run = lambda x: rms_norm(x, weight, format="mxfp8_e4m3", factors=True, **options)[1:]  # noqa: E731
         return jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
     x = jnp.ones((64, 256), jnp.bfloat16)
@@ -315,14 +316,14 @@ def test_one_call():
     operand = "tensor<64x8x32xbf16>"
     assert f": ({operand}, {operand}, tensor<256xf32>) -> " in call_attributes_in(call)
     assert "sqrt" not in call and "stablehlo.add" not in call
-    beside = lambda x: rms_norm(x, weight, format="mxfp8_e4m3", residual=x, floats=True)  # noqa: E731
-    for f in (beside, jax.grad(lambda x: beside(x).floats.astype(jnp.float32).sum())):
+    with_codes = lambda x: rms_norm(x, weight, format="mxfp8_e4m3", residual=x, floats=True)  # noqa: E731
+    for f in (with_codes, jax.grad(lambda x: with_codes(x).floats.astype(jnp.float32).sum())):
         text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
         results = "tensor<64xf32>, tensor<64x8x32xbf16>, tensor<64x256xbf16>)"
         assert results in call_attributes_in(text) and "sqrt" not in text
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
-    like = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
-    text = text_of(like, both=True)
+    mesh = mesh_of(8)
+    sharded = jax.ShapeDtypeStruct((256, 256), x.dtype, sharding=NamedSharding(mesh, P("a")))
+    text = text_of(sharded, both=True)
     assert "sqrt" in text and "num_batch_dims" in call_attributes_in(text)
 
 
@@ -370,8 +371,8 @@ def test_every_kernel(variant):
     shapes = SHAPES[str(variant.form).removesuffix("_transposed")]
     for i, shape in enumerate(shapes):
         weight = rows((shape[1],), ("float32", "bfloat16")[i % 2], i)
-        how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
-        check(variant, nasty(shape, i, variant.dtype), weight, **how)
+        case = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
+        check(variant, nasty(shape, i, variant.dtype), weight, **case)
 
     with for_any_address():
         for layout in layouts:
@@ -391,7 +392,7 @@ def test_past_two_to_the_31(both):
         return ((row * 7 + col * 13) % 256).astype(jnp.bfloat16) / 32 - 4
 
     x = make()
-    call = lambda x, **how: rms_norm(x, format="mxfp8_e4m3", both=both, factors=True, **how)  # noqa: E731
+    call = lambda x, **options: rms_norm(x, format="mxfp8_e4m3", both=both, factors=True, **options)  # noqa: E731
     got: Any = jax.jit(call)(x)
     want: Any = call(np.asarray(x[-4096:]), implementation="xla")
     first = [q[0] if both else q for q in (got.quantized, want.quantized)]

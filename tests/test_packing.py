@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import COLLECTIVE, assert_bits_equal, assert_refused, random_bits
+from helpers import COLLECTIVE, assert_bits_equal, assert_refused, mesh_of, random_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -27,9 +27,9 @@ def test_bits_lie_one_after_the_other(format, shape):
     assert_bits_equal(jax_mx.pack_mxfp6(np.asarray(values) | 0xC0), want)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_packed_codes_stay_sharded(kind):
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_packed_codes_stay_sharded(axis_type):
+    mesh = mesh_of(2, 4, axis_type=axis_type)
     values = np.random.default_rng(0).integers(0, 64, (4, 96), np.uint8)
     want = jax_mx.pack_mxfp6(values)
     placed = jax.device_put(values, NamedSharding(mesh, P("a", "b")))
@@ -48,13 +48,13 @@ def test_mxarrays_are_packed_by_their_format():
         assert_bits_equal(jax_mx.pack_mxfp6(q), jax_mx.pack_mxfp6(q.values))
     columns = jax_mx.quantize(x.T, "mxfp6_e2m3", axis=0)
     tiled = jax_mx.quantize(jnp.ones((16, 64)), "mxfp6_e2m3", value_layout="shuffled_16x16")
-    for q, found in (
+    for q, sentence in (
         (jax_mx.quantize(x, "mxfp4_e2m1"), "MXFP4_E2M1 with axis -1 and 'row_major'"),
         (jax_mx.quantize(x), "MXFP8_E4M3"),
         (columns, "MXFP6_E2M3 with axis -2"),
         (tiled, "and 'shuffled_16x16'"),
     ):
-        assert_refused(lambda q=q: jax_mx.pack_mxfp6(q), ValueError, found)
+        assert_refused(lambda q=q: jax_mx.pack_mxfp6(q), ValueError, sentence)
 
 
 @pytest.mark.parametrize("f,size", [(jax_mx.pack_mxfp6, 4), (jax_mx.unpack_mxfp6, 3)])

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +20,10 @@ from helpers import (
     assert_bits_equal,
     assert_refused,
     collectives,
-    free_port,
     lowered_apart,
+    mesh_of,
     on_eight,
+    on_two,
     with_table,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -44,19 +46,9 @@ SHAPES = (1024, 512), (512, 256), (1024, 256)  # x (T, K), w (K, N), y's gradien
 FSDP = (P("a"), P("a"), P("a"))
 
 
-def mesh_of(*shape, kind=AxisType.Auto, names="ab"):
-    kinds = (kind,) * len(shape)
-    return jax.make_mesh(shape, tuple(names), axis_types=kinds, devices=jax.devices("cpu"))
-
-
-def step(recipe, product=jax_mx.matmul, **how):
+def step(recipe, product=jax_mx.matmul, **options):
     """(x, w, dy) -> y and both gradients."""
-
-    def call(x, w, dy):
-        y, pull = jax.vjp(functools.partial(product, recipe=recipe, **how), x, w)
-        return (y, *pull(dy))
-
-    return call
+    return helpers.step(functools.partial(product, recipe=recipe, **options))
 
 
 @functools.cache
@@ -104,14 +96,14 @@ P0, P1, BOTH = ("p0",), ("p1",), ("p0", "p1")
     ],
 )
 def test_what_an_axis_splits(rule, x, w, y, axes, scattered):
-    found = chosen(rule, ((64, 256), (32, 256), (64, 32)), (x, w, y), SIZES)
-    assert (found.axes, found.scattered) == (axes, scattered)
+    choice = chosen(rule, ((64, 256), (32, 256), (64, 32)), (x, w, y), SIZES)
+    assert (choice.axes, choice.scattered) == (axes, scattered)
 
 
 def test_what_nobody_reads_decides_nothing():
     rule = Rule((("m", "k"), ("m", "n")), (("m", "n"),), {"m": 64, "n": 32, "k": 8}, ("k",), 1)
-    found = chosen(rule, ((64, 8), (64, 32), (64, 32)), (((), ()), (P0, ()), ((), ())), SIZES)
-    assert found.axes == {}
+    choice = chosen(rule, ((64, 8), (64, 32), (64, 32)), (((), ()), (P0, ()), ((), ())), SIZES)
+    assert choice.axes == {}
 
 
 @pytest.mark.parametrize("recipe", [ROWS, MXFP8, MXFP4, Recipe(window=256)], ids=str)
@@ -122,12 +114,12 @@ def test_plans_are_text_and_back(recipe):
     formats, window = (MXFP8.lhs,) * 2, "row"
     plans.append(plan.ProductPlan("matmul_fp8", formats, np.dtype("f4"), False, 256, window))
     assert len(plans) > 2
-    for each in plans:
-        assert plan.plan_in(json.loads(json.dumps(plan.described(each)))) == each
+    for entry in plans:
+        assert plan.plan_in(json.loads(json.dumps(plan.described(entry)))) == entry
 
 
 # ---- what moves, and the values ---
-# What devices have of (x, w, y) and of the gradients, of a recipe; T, K, N = 1024, 512, 256.
+# The specs of (x, w, y) and of the gradients, and a recipe; T, K, N = 1024, 512, 256.
 COLUMNS = (P("a"), P(None, "a"), P("a"))
 CELLS = {
     'rows, wgrad "shard"': (HOPPER, FSDP),
@@ -158,14 +150,14 @@ def reducers(text: str) -> set[str]:
     return {re.sub(r".*ROOT .*? = \S+ (\w+)\(.*", r"\1", bodies[n], flags=re.DOTALL) for n in names}
 
 
-def moves(found) -> str:
+def moves(counts) -> str:
     """Collectives in words: of each kind and type how many elements arrive."""
     totals = {}
-    for (kind, dtype, n), count in found.items():
-        totals[kind, dtype] = totals.get((kind, dtype), 0) + n * count
+    for (op, dtype, n), count in counts.items():
+        totals[op, dtype] = totals.get((op, dtype), 0) + n * count
     order = ("all-reduce", "all-gather", "reduce-scatter")
-    each = sorted(totals.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
-    return ", ".join(f"{kind} {dtype}: {n:,}" for (kind, dtype), n in each)
+    moved = sorted(totals.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
+    return ", ".join(f"{op} {dtype}: {n:,}" for (op, dtype), n in moved)
 
 
 @functools.cache
@@ -190,16 +182,16 @@ def in_shard_map(name: str):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda a: a.name)
 @pytest.mark.parametrize("name", CELLS)
-def test_fsdp(name, kind):
+def test_fsdp(name, axis_type):
     """Codes of weights move, no floats; bits equal one device's, except for the order of sums."""
     recipe, specs = CELLS[name]
-    out = {"out_sharding": specs[2]} if kind == AxisType.Explicit else {}
-    mesh = mesh_of(8, kind=kind, names="a")
-    got, found = split(step(recipe, **out), mesh, specs, (specs[2], specs[0], specs[1]))
-    wanted = MOVED[name] if kind == AxisType.Auto else ON_EXPLICIT.get(name, MOVED[name])
-    assert moves(found) == wanted
+    out = {"out_sharding": specs[2]} if axis_type == AxisType.Explicit else {}
+    mesh = mesh_of(8, axis_type=axis_type, names="a")
+    got, moved = split(step(recipe, **out), mesh, specs, (specs[2], specs[0], specs[1]))
+    wanted = MOVED[name] if axis_type == AxisType.Auto else ON_EXPLICIT.get(name, MOVED[name])
+    assert moves(moved) == wanted
     y, dx, dw = alone(name)
     assert_bits_equal(got[0], y, "y")
     assert_bits_equal(got[1], dx, "gradient of x")
@@ -233,8 +225,8 @@ def test_windows_that_devices_have_several_of(specs, implementation):
     got, _ = split(call, mesh, specs, None, (x, w, dy / x.max(1, keepdims=True)))
     parts = [jnp.split(jnp.asarray(a), 8) for a in (x, dy / x.max(1, keepdims=True))]
     by_rows = jax.jit(step(ROWS))
-    each = [by_rows(x, jnp.asarray(w), dy)[2] for x, dy in zip(*parts, strict=True)]
-    want = np.sum(np.stack(each), 0, dtype=np.float64)
+    gradients = [by_rows(x, jnp.asarray(w), dy)[2] for x, dy in zip(*parts, strict=True)]
+    want = np.sum(np.stack(gradients), 0, dtype=np.float64)
     np.testing.assert_allclose(got[2], want, atol=1e-5 * np.abs(want).max())
     rows = by_rows(x, w, dy / x.max(1, keepdims=True))[2]
     assert np.abs(got[2] - rows).max() > 1e-3 * np.abs(want).max()
@@ -284,11 +276,11 @@ def test_an_mlp(specs, sums, joined):
     arrays = [jnp.asarray(a, jnp.bfloat16) for a in arrays]
     mesh = mesh_of(8, names="a") if not sums else mesh_of(sums, 2)
     outs, step_of = (specs[4], *specs[:4]), functools.partial(mlp_step, joined=joined)
-    got, found = split(step_of, mesh, specs, outs, arrays)
+    got, moved = split(step_of, mesh, specs, outs, arrays)
     want = jax.jit(step_of)(*arrays)
     activations = {MLP[0][0] * n for n in (512,) + (256,) * (not joined)}  # a weight of both is 256
     assert not [
-        key for key in found if key[0] in ("all-gather", "all-to-all") and key[2] in activations
+        key for key in moved if key[0] in ("all-gather", "all-to-all") and key[2] in activations
     ]
     exact = 0 if sums else 2  # with one device's sums
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -315,11 +307,11 @@ def test_vmap_scan_and_checkpoint(mapped):
     product = jax.vmap(product, (0, None)) if mapped else product
     call = jax.grad(functools.partial(loss, product=product), (0, 1))
     specs = (P("a"), P(None, "a"))
-    got, found = split(call, mesh_of(8, names="a"), specs, specs, (x, w))
+    got, moved = split(call, mesh_of(8, names="a"), specs, specs, (x, w))
     for a, b in zip(got, jax.jit(call)(x, w), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
-    assert found["all-gather", "u8", 256 * 256] == 3
-    kinds = {(kind, dtype) for kind, dtype, _ in found}
+    assert moved["all-gather", "u8", 256 * 256] == 3
+    kinds = {(op, dtype) for op, dtype, _ in moved}
     sums = {("reduce-scatter", "f32"), ("all-reduce", "f32")}
     assert kinds <= {("all-gather", "u8"), ("all-reduce", "u32"), *sums}
 
@@ -335,11 +327,11 @@ def test_tensor_parallel_by_propagation():
         return jax.grad(loss, (0, 1, 2))
 
     specs = (P("a"), P(None, "b"), P("b"))
-    found = [
+    moved = [
         split(of(f), mesh_of(2, 4), specs, None, (x, w1, w2))[1]
         for f in (functools.partial(jax_mx.matmul, recipe=ROWS), jnp.matmul)
     ]
-    ours, lax = ({key: n for key, n in each.items() if key[1] == "f32"} for each in found)
+    ours, lax = ({key: n for key, n in counts.items() if key[1] == "f32"} for counts in moved)
     assert ours == lax and lax
 
 
@@ -382,9 +374,6 @@ def test_two_processes():
     """jax.distributed, four CPU devices each: the results of one device."""
     code = """
         from test_partition import FSDP, HOPPER, floats, step
-
-        me, port = int(sys.argv[1]), sys.argv[2]
-        jax.distributed.initialize(f"localhost:{port}", 2, me)
         mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
         with jax.default_device(jax.local_devices()[0]):
             want = [np.asarray(a) for a in jax.jit(step(HOPPER))(*map(jnp.asarray, floats()))]
@@ -396,10 +385,8 @@ def test_two_processes():
             for shard in g.addressable_shards:
                 near = np.abs(shard.data - w[shard.index]).max()
                 assert near <= (2e-6 * np.abs(w).max() if i == 2 else 0), (i, near)
-        print("right")
     """
-    out = on_eight(code, free_port(), processes=2, devices=4)
-    assert [each.splitlines()[-1] for each in out] == ["right"] * 2  # Gloo talks, too
+    on_two(code)
 
 
 # ---- what falls back ---
@@ -422,15 +409,15 @@ def test_axes_that_a_shard_map_leaves_to_xla():
         y, dx, _ = lowered.compile()(*put)
     for a, b in zip((y, dx), alone("rows")[:2], strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max())
-    like = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in floats()]
+    abstract = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in floats()]
     with jax.set_mesh(mesh):
-        why = str(jax_mx.explain(local, *like, device="sm_90"))
+        why = str(jax_mx.explain(local, *abstract, device="sm_90"))
     assert "is not split along axes that a jax.shard_map around it leaves to XLA" in why
 
 
 def test_codes_are_multiplied_on_explicit_axes():
     """A row of scales that devices share has no first one to read."""
-    mesh = mesh_of(2, 4, kind=AxisType.Explicit)
+    mesh = mesh_of(2, 4, axis_type=AxisType.Explicit)
     specs = (P("a", "b"), P("b"), P("a"))
     call = step(ROWS, implementation="fp8", out_sharding=P("a"))
     got, _ = split(call, mesh, specs, None)
@@ -449,10 +436,10 @@ def test_the_window_is_of_weights_gradients():
 # ---- a shard's program for GPUs ---
 def config_of(text: str, name: str, n: int = 0) -> dict:
     """The parameters of the n-th call of a name in a lowered program."""
-    found = re.findall(r'@jax_mx_split\(.*?backend_config = "(.*?)", ', text)
-    texts = (re.sub(r"\\([0-9A-F]{2})", lambda m: chr(int(m[1], 16)), each) for each in found)
-    each = [config for config in map(json.loads, texts) if config["name"] == name]
-    return each[n]
+    texts_of_calls = re.findall(r'@jax_mx_split\(.*?backend_config = "(.*?)", ', text)
+    texts = (re.sub(r"\\([0-9A-F]{2})", lambda m: chr(int(m[1], 16)), t) for t in texts_of_calls)
+    configs = [config for config in map(json.loads, texts) if config["name"] == name]
+    return configs[n]
 
 
 @pytest.fixture(scope="module")
@@ -466,20 +453,20 @@ def on_hopper(request):
         patch.setattr(store, "obstacle", lambda variant, arch: "")
         patch.setattr(store, "get", stand_in)
         mesh = mesh_of(8, names="a")
-        like = [
+        abstract = [
             jax.ShapeDtypeStruct(a, jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))
             for a in ((8192, 512), (512, 1024), (8192, 1024))
         ]
         call = jax.jit(step(HOPPER))
-        yield call.trace(*like).lower(lowering_platforms=("cuda",)).as_text()
+        yield call.trace(*abstract).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def shard_on_hopper(text: str, name: str, n: int, avals, result, splits) -> str:
     """The program that XLA gets for a shard."""
     config = config_of(text, name, n)
-    how = {"p0": 2, "p1": 2, "p2": 2}, splits
-    _, shard, operands, _ = partition.shard_of(config, avals, result, how)
-    module = private.shard_module("shard", shard, operands, how[0], "cuda", is_here=False)
+    options = {"p0": 2, "p1": 2, "p2": 2}, splits
+    _, shard, operands, _ = partition.shard_of(config, avals, result, options)
+    module = private.shard_module("shard", shard, operands, options[0], "cuda", is_here=False)
     return str(module)
 
 
@@ -493,7 +480,7 @@ def bytes_of(*shape):
 def test_a_products_shard_is_a_kernel(on_hopper):
     """Our kernel, of local shapes; then sums, scattered as the result is."""
     avals = bytes_of(512, 8192), bytes_of(512, 256), bytes_of(1024, 8192), bytes_of(1024, 256)
-    like = bytes_of(512, 1024)
+    abstract = bytes_of(512, 1024)
     splits = [[(), ALL]] * 4 + [[ALL, ()], [ALL, ()]]
     text = on_hopper
     for n in range(3):
@@ -505,9 +492,9 @@ def test_a_products_shard_is_a_kernel(on_hopper):
     config = config_of(text, "product", n)
     avals = (*avals[2:], *avals[:2]) if config["rule"][2]["m0"] == 1024 else avals
     if config["rule"][2]["m0"] == 1024:
-        like, result = bytes_of(1024, 512), [jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)]
+        abstract, result = bytes_of(1024, 512), [jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)]
         splits[4:] = [[(), ALL], [(), ALL]]
-    text = shard_on_hopper(text, "product", n, (*avals, like), result, splits)
+    text = shard_on_hopper(text, "product", n, (*avals, abstract), result, splits)
     assert text.count("@jax_mx_launch") == 1 and "x1024xf8E4M3FN" in text
     assert "reduce_scatter" in text and "all_reduce" not in text
 
@@ -571,15 +558,15 @@ def test_a_quantizers_shard_is_kernels(on_hopper):
 MODEL = llama.Sizes(2, 256, 512, heads=4, kv_heads=2, head=64, vocabulary=256)
 
 
-@pytest.mark.parametrize("kind", ["jit", pytest.param("explicit", marks=pytest.mark.thorough)])
-def test_what_a_llama_step_moves(kind):
+@pytest.mark.parametrize("axis_type", ["jit", pytest.param("explicit", marks=pytest.mark.thorough)])
+def test_what_a_llama_step_moves(axis_type):
     """By products: codes and scales, amaxes of weights, and sums of their gradients, scattered.
 
     In float32 the embedding and the output matrix, which are no products of ours, and norms.
     """
     from conftest import QUICK  # which processes of other tests here must not have
 
-    model = llama.Model(MODEL, llama.Ours(HOPPER), llama.split_of(kind, 8))
+    model = llama.Model(MODEL, llama.Ours(HOPPER), llama.split_of(axis_type, 8))
     where, of_text = model.shardings()
     tokens = jax.ShapeDtypeStruct((8, 65), jnp.int32)
     struct = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)  # noqa: E731

@@ -25,6 +25,7 @@ from helpers import (
     fitting,
     lowered,
     lowered_apart,
+    mesh_of,
     poison_memory,
     preprocessing,
     random_bits,
@@ -206,15 +207,15 @@ def test_hadamard_is_float32_operations(size):
     x = np.concatenate(
         [tiny.view(np.float32), random_bits((300, 128), np.float32), wide.astype(np.float32)]
     )
-    # What a product of the transform's last step has to be around 2^-126.
+    # From this float on, the transform's last product reaches 2^-126.
     least = reference._least(np.float32(size**-0.5))
     x[0] = 0
     x[0, ::64] = (least - np.array([1, 0], np.uint32)).view(np.float32)
     for signs in (np.ones(size), SIGNS[:size]):
         want = oracle.hadamard(x, size, signs < 0)
         f = partial(jax_mx.hadamard, size=size)
-        given = None if (signs > 0).all() else signs
-        for got in (f(x, signs=given), jax.jit(f)(x, signs=given)):
+        sign_argument = None if (signs > 0).all() else signs
+        for got in (f(x, signs=sign_argument), jax.jit(f)(x, signs=sign_argument)):
             assert got.dtype == jnp.float32
             same_but_nans(np.asarray(got), want)
     assert np.count_nonzero(want[0]) == size and np.isnan(want).any()
@@ -256,18 +257,18 @@ def test_hadamard_is_orthogonal_and_exact(size):
 def test_random_signs_and_pytrees():
     x = jax.random.normal(KEY, (3, 128), jnp.bfloat16)
     keys = jax.random.split(KEY, 3)
-    how = Hadamard.random(keys[0], 64)
-    signs = np.asarray(how.signs)
+    hadamard = Hadamard.random(keys[0], 64)
+    signs = np.asarray(hadamard.signs)
     assert signs.shape == (64,) and signs.dtype == np.bool_ and 16 < signs.sum() < 48
-    as_numbers = Hadamard(64, jnp.where(how.signs, -1, 1))
-    assert_same_array(jitted(x, hadamard=how), jitted(x, hadamard=as_numbers))
-    each = jax.vmap(lambda x, key: jax_mx.quantize(x, hadamard=Hadamard.random(key, 64)))
-    got = each(x, keys)
+    as_numbers = Hadamard(64, jnp.where(hadamard.signs, -1, 1))
+    assert_same_array(jitted(x, hadamard=hadamard), jitted(x, hadamard=as_numbers))
+    mapped = jax.vmap(lambda x, key: jax_mx.quantize(x, hadamard=Hadamard.random(key, 64)))
+    got = mapped(x, keys)
     for i in range(3):
         want = jitted(x[i], hadamard=Hadamard.random(keys[i], 64))
         assert_same_array(jax.tree.map(lambda a, i=i: a[i], got), want)
-    passed = jax.jit(lambda x, how: jax_mx.quantize(x, hadamard=how))(x, how)
-    assert_same_array(passed, jitted(x, hadamard=how))
+    passed = jax.jit(lambda x, hadamard: jax_mx.quantize(x, hadamard=hadamard))(x, hadamard)
+    assert_same_array(passed, jitted(x, hadamard=hadamard))
 
 
 # ---- both at once, both directions, everywhere ---
@@ -285,7 +286,7 @@ def test_directions_that_differ_are_two_calls():
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(
-    "kind,spec,layout",
+    "axis_type,spec,layout",
     [
         (AxisType.Auto, P(None, "a", "b"), "row_major"),
         (AxisType.Explicit, P("a", None, "b"), "row_major"),
@@ -295,14 +296,14 @@ def test_directions_that_differ_are_two_calls():
     ids=str,
 )
 @pytest.mark.thorough
-def test_eight_devices_give_the_bytes_of_one(kind, spec, layout):
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+def test_eight_devices_give_the_bytes_of_one(axis_type, spec, layout):
+    mesh = mesh_of(2, 4, axis_type=axis_type)
     x = random_bits((2, 1024, 512), jnp.bfloat16)
 
     def call(x, key, signs):
-        how = {"rounding": Stochastic(key), "hadamard": Hadamard(64, signs)}
-        how |= {"format": FP4, "scale_layout": layout}
-        return jax_mx.quantize(x, axis=-2, **how), *jax_mx.quantize_both(x, **how)
+        options = {"rounding": Stochastic(key), "hadamard": Hadamard(64, signs)}
+        options |= {"format": FP4, "scale_layout": layout}
+        return jax_mx.quantize(x, axis=-2, **options), *jax_mx.quantize_both(x, **options)
 
     args = (KEY, jnp.asarray(SIGNS))
     want = jax.jit(call)(x, *args)
@@ -350,7 +351,7 @@ def test_the_kernel_gives_the_bytes_of_the_reference(variant, layout, prescale, 
 
     Signs are an operand here, where there are any; in test_kernels.py they are known.
     """
-    how = preprocessing(variant, signs, prescale, jnp.asarray) | {"scale_layout": layout}
+    options = preprocessing(variant, signs, prescale, jnp.asarray) | {"scale_layout": layout}
     with np.errstate(all="ignore"):
         floats = [every_bfloat16().astype(variant.dtype)]
     shapes = [(1, 32), (33, 96), (130, 160), (3, 129, 4128), (0, 64), (64, 0)]
@@ -366,7 +367,7 @@ def test_the_kernel_gives_the_bytes_of_the_reference(variant, layout, prescale, 
     with np.errstate(all="ignore"):
         floats.append(tiny.astype(variant.dtype))
     for scaling, zero_scale in (("floor", zero_scales(variant)[-1]), ("rceil", 0)):
-        run, ref = served_and_reference(variant, scaling=scaling, zero_scale=zero_scale, **how)
+        run, ref = served_and_reference(variant, scaling=scaling, zero_scale=zero_scale, **options)
         for x in floats:
             want = jax.block_until_ready(ref(x))
             poison_memory()
@@ -381,8 +382,8 @@ def test_the_kernel_under_a_vmap_over_keys_and_signs(variant):
     xs = jnp.asarray(random_bits((3, *fitting(variant, (32, 64))), variant.dtype))
 
     def one(x, key, implementation):
-        how = preprocessing(variant)
-        leaves, tree = jax.tree.flatten(how)  # keys and signs
+        options = preprocessing(variant)
+        leaves, tree = jax.tree.flatten(options)  # keys and signs
         keys = jax.random.split(key, len(leaves))
         for i, (leaf, key) in enumerate(zip(leaves, keys, strict=True)):
             is_key = jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
@@ -444,13 +445,13 @@ def test_the_call_takes_words_behind_x(variant, known, request):
     for layout, view in views.items():
         x = jax.ShapeDtypeStruct(fitting(variant, (2, 64, 96)), variant.dtype)
         name = variant.implementation
-        how = preprocessing(variant, of=np.asarray if known else jnp.asarray)
-        run = call(variant, name, scale_layout=layout, **how)
+        options = preprocessing(variant, of=np.asarray if known else jnp.asarray)
+        run = call(variant, name, scale_layout=layout, **options)
         text = lowered(x, run, PLATFORMS[name])
         (line,) = [t for t in text.splitlines() if f"@{store.TARGET}(" in t]
         element = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[variant.dtype]
-        words = f", tensor<{view}x1xui32>" * count
-        assert f": (tensor<{view}x32x{element}>{words}) -> " in line
+        block_operands = f", tensor<{view}x1xui32>" * count
+        assert f": (tensor<{view}x32x{element}>{block_operands}) -> " in line
         rank = view.count("x") + 2
         order = "[5, 4, 2, 3, 1, 0]" if rank == 6 else "[3, 2, 1, 0]"
         dense = ", ".join([f"dense<{order}> : tensor<{rank}xindex>"] * (1 + count))
@@ -460,9 +461,9 @@ def test_the_call_takes_words_behind_x(variant, known, request):
 
 
 # ---- other forms, by kernels along rows ---
-by_rows = pytest.mark.parametrize("op,how,shape,results", BY_ROWS.values(), ids=BY_ROWS)
+by_rows = pytest.mark.parametrize("op,options,shape,results", BY_ROWS.values(), ids=BY_ROWS)
 by_some_rows = pytest.mark.parametrize(
-    "op,how,shape,results",
+    "op,options,shape,results",
     [
         pytest.param(*BY_ROWS[i], id=i, marks=[pytest.mark.thorough] * (", tiles" not in i))
         for i in BY_ROWS
@@ -472,15 +473,15 @@ by_some_rows = pytest.mark.parametrize(
 
 @pytest.mark.sampled(4)
 @by_some_rows
-def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch):
+def test_other_forms_are_quantized_by_rows(op, options, shape, results, monkeypatch):
     """With the reference along rows: words follow their blocks, results lie where they should."""
-    f = partial(getattr(jax_mx, op), format=FP4, **how)
+    f = partial(getattr(jax_mx, op), format=FP4, **options)
     last = P(*[None] * (len(shape) - 1), "a")
-    for kind, spec in ((None, None), (AxisType.Auto, P("a", "b")), (AxisType.Explicit, last)):
+    for axis_type, spec in ((None, None), (AxisType.Auto, P("a", "b")), (AxisType.Explicit, last)):
         x = jnp.asarray(random_bits(shape, "bfloat16"))
-        if kind is not None:
+        if axis_type is not None:
             devices = jax.devices("cpu")[:4]
-            mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2, devices=devices)
+            mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(axis_type,) * 2, devices=devices)
             x = jax.device_put(x, NamedSharding(mesh, spec))
         want = jax.jit(partial(f, implementation="xla"))(x)
         with monkeypatch.context() as patch:
@@ -502,16 +503,17 @@ def test_other_forms_are_quantized_by_rows(op, how, shape, results, monkeypatch)
 
 @by_rows
 @pytest.mark.usefixtures("without_code")
-def test_other_forms_call_the_kernel_along_rows(op, how, shape, results):
-    f = partial(getattr(jax_mx, op), format=FP4, **how)
-    like = jax.ShapeDtypeStruct(shape, jnp.float16)  # of bfloat16 most have kernels of their own
+def test_other_forms_call_the_kernel_along_rows(op, options, shape, results):
+    f = partial(getattr(jax_mx, op), format=FP4, **options)
+    # Most forms of bfloat16 have kernels.
+    abstract = jax.ShapeDtypeStruct(shape, jnp.float16)
     for implementation in (None, "cutedsl"):
-        text = lowered(like, partial(f, implementation=implementation))
+        text = lowered(abstract, partial(f, implementation=implementation))
         assert text.count(f"@{store.TARGET}(") == results
 
 
 def test_is_supported_says_that_kernels_go_along_rows():
-    how = {"format": FP4, "transpose": True} | H16
+    options = {"format": FP4, "transpose": True} | H16
     name, one, pair = (
         f"quantize_{form}_{formats}_h16{more}"
         for form, formats, more in (
@@ -527,17 +529,17 @@ def test_is_supported_says_that_kernels_go_along_rows():
         ("bfloat16", "quantize", -2, one),
         ("bfloat16", "quantize_both", -1, pair),
     ):
-        found = jax_mx.is_supported(op, "sm_90", dtype=dtype, axis=axis, **how)
-        assert found == (True, f"cutedsl: {names}")
-    how["hadamard"] = (None, how["hadamard"])
+        answer = jax_mx.is_supported(op, "sm_90", dtype=dtype, axis=axis, **options)
+        assert answer == (True, f"cutedsl: {names}")
+    options["hadamard"] = (None, options["hadamard"])
     name = pair.replace("h16_h16", "rn_h16")
-    assert jax_mx.is_supported("quantize_both", "sm_90", **how) == (True, f"cutedsl: {name}")
+    assert jax_mx.is_supported("quantize_both", "sm_90", **options) == (True, f"cutedsl: {name}")
 
 
 @pytest.mark.gpu
 @by_rows
-def test_kernels_along_rows_give_other_forms(op, how, shape, results):
-    f = partial(getattr(jax_mx, op), format=FP4, **how)
+def test_kernels_along_rows_give_other_forms(op, options, shape, results):
+    f = partial(getattr(jax_mx, op), format=FP4, **options)
     for dtype in ("bfloat16", "float32"):
         x = jnp.asarray(random_bits(shape, dtype))
         compiled = jax.jit(f).lower(x).compile()
@@ -550,10 +552,8 @@ def test_kernels_along_rows_give_other_forms(op, how, shape, results):
 
 @pytest.mark.thorough
 def test_shards_that_split_a_transform():
-    explicit = jax.make_mesh(
-        (4,), ("b",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4]
-    )
-    auto = jax.make_mesh((4,), ("b",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    explicit = mesh_of(4, names="b", axis_type=AxisType.Explicit)
+    auto = mesh_of(4, names="b")
     x = random_bits((32, 128), np.float32)
     call = jax.jit(partial(jax_mx.quantize, **ALL))
     want = call(x)
@@ -571,7 +571,7 @@ def test_shards_that_split_a_transform():
 
 
 def test_shard_map_counts_blocks_of_its_shard():
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8)
     x = jnp.tile(jnp.asarray(random_bits((1, 64), np.float32)), (8, 1))
 
     def call(x, key, folded):
@@ -588,7 +588,7 @@ def test_shard_map_counts_blocks_of_its_shard():
 
 
 @pytest.mark.parametrize(
-    "op,how,name,what",
+    "op,options,name,missing",
     [
         ("quantize", ALL | {"format": FP4}, "cutedsl", "rounding 'stochastic' and hadamard 64"),
         ("quantize", {"hadamard": Hadamard(64)}, "cutedsl",
@@ -606,18 +606,18 @@ def test_shard_map_counts_blocks_of_its_shard():
          "format mxfp8_e4m3 with rounding 'stochastic' and hadamard 16, only for mxfp4_e2m1"),
     ],
 )  # fmt: skip
-def test_there_is_no_kernel(op, how, name, what):
+def test_there_is_no_kernel(op, options, name, missing):
     x, f = jnp.ones((64, 64), jnp.bfloat16), getattr(jax_mx, op)
     if op == "quantize_both":
         f = partial(f, transpose=(False, False))
     chip = {"cutedsl": "sm_90", "flydsl": "gfx942"}[name]
     platform = targets.platform_of(chip)
-    assert store.TARGET not in lowered(x, f, platform, **how)
-    reason = f"{op}: {name} has no kernel for {what}; 'xla' serves it"
+    assert store.TARGET not in lowered(x, f, platform, **options)
+    reason = f"{op}: {name} has no kernel for {missing}; 'xla' serves it"
     with pytest.raises(NotImplementedError) as caught:
-        f(x, implementation=name, **how)
+        f(x, implementation=name, **options)
     assert str(caught.value) == reason
-    assert jax_mx.is_supported(op, chip, **how) == (False, reason)
+    assert jax_mx.is_supported(op, chip, **options) == (False, reason)
 
 
 @pytest.mark.usefixtures("without_code")
@@ -704,16 +704,16 @@ def test_bad_calls_get_one_sentence(call, error, sentence):
 
 def test_static_arguments_are_pythons_numbers():
     """As they are hashed, compared and written into exported programs."""
-    how = [Hadamard(np.array(32), SIGNS[:32]), Hadamard(np.int64(32), SIGNS[:32])]
-    assert [(h.size, type(h.size)) for h in how] == [(32, int)] * 2
+    hadamards = [Hadamard(np.array(32), SIGNS[:32]), Hadamard(np.int64(32), SIGNS[:32])]
+    assert [(h.size, type(h.size)) for h in hadamards] == [(32, int)] * 2
     for prescale in (np.float32(0.75), jnp.float32(0.75), 0.75):
         rounding = Stochastic(KEY, prescale)
         assert type(rounding.prescale) is float
         assert jax.jit(lambda r: r)(rounding).prescale == 0.75
     shape = jax.ShapeDtypeStruct((32, 64), jnp.float32)
     call = jax.jit(lambda x, r: jax_mx.quantize(x, rounding=r))
-    like = jax.eval_shape(lambda: Stochastic(KEY, np.float32(0.75)))
-    assert jax.export.export(call)(shape, like).serialize()
+    abstract = jax.eval_shape(lambda: Stochastic(KEY, np.float32(0.75)))
+    assert jax.export.export(call)(shape, abstract).serialize()
 
 
 def test_rank_promotion_may_be_forbidden():

@@ -16,13 +16,13 @@ from helpers import (
     kernels_for,
     lowered,
     lowered_apart,
+    mesh_of,
     normal,
     op_of,
     plan_for,
     preprocessing,
     quantizings,
     random_bits,
-    stand_in,
 )
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -55,7 +55,7 @@ RULES = {  # by the number of operands, of dimensions of a view, and of quantize
     "[i, j, k, w, x, y, z], [i, j, k, z_1, z_2, z_3])",
     ("dequantize", 6, 1): "([i, j, k, l, m, n], [i, j, k, o, p, q])->([i, j, k, r, s, t])",
 }
-# Of floats (8, 256, 384): the view, and how floats, values and scales lie in it, minor to major.
+# For floats (8, 256, 384): the view, and how floats, values and scales lie in it, minor to major.
 VIEWS = {
     "last": ((8, 256, 12, 32), (3, 2, 1, 0), [(3, 2, 1, 0)] * 2),
     "last_transposed": ((8, 256, 12, 32), (3, 2, 1, 0), [(1, 3, 2, 0)] * 2),
@@ -83,17 +83,8 @@ TILED_VIEWS = {
         BY_ROWS, (5, 3, 1, 6, 4, 2, 0), BY_COLUMNS]),
 }  # fmt: skip
 # Not called variant: what conftest.py records as executed goes by that name.
-every_kind = pytest.mark.parametrize("kind", EVERY, ids=lambda v: v.name)
+every_kind = pytest.mark.parametrize("variant", EVERY, ids=lambda v: v.name)
 each_layout = pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
-
-
-@pytest.fixture
-def all_have_kernels(monkeypatch):
-    """Lowers every variant, to kernels without code: such a program must not run."""
-    monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
-    monkeypatch.setattr(store, "get", stand_in)
-    with lowered_apart("all have kernels"):
-        yield
 
 
 def lies(variant, layout: str) -> tuple[tuple[int, ...], dict[str, list[tuple[int, ...]]]]:
@@ -146,8 +137,8 @@ def test_the_call_names_the_kernel_and_carries_it_where_it_may_leave(variant):
                 numbers += [0] * variants.takes_zero_scale(format)
                 numbers += [0] * (variant.modes != () and variant.modes[i].stochastic)  # prescale
                 if variant.modes and variant.modes[i].hadamard:
-                    own = preprocessing_of("quantize", None, hadamards[i])
-                    flips = np.array(own.flips, np.uint32)
+                    hadamard_steps = preprocessing_of("quantize", None, hadamards[i])
+                    flips = np.array(hadamard_steps.flips, np.uint32)
                     numbers += flips.view(np.int32)[: variant.modes[i].blocks].tolist()
                 numbers += [0] * (variant.implementation == "flydsl")  # values in rows
             scalars = "".join(f", 4, -1, {number}, 0" for number in numbers)
@@ -156,20 +147,20 @@ def test_the_call_names_the_kernel_and_carries_it_where_it_may_leave(variant):
 
 @every_kind
 @each_layout
-@pytest.mark.usefixtures("all_have_kernels")
-def test_a_call_is_one_custom_call_on_views(kind, layout):
-    if not serves(kind, layout):
+@pytest.mark.usefixtures("without_code")
+def test_a_call_is_one_custom_call_on_views(variant, layout):
+    if not serves(variant, layout):
         return
-    operand, call = op_of(kind, scale_layout=layout)
+    operand, call = op_of(variant, scale_layout=layout)
     text = lowered(jax.eval_shape(operand, jax.ShapeDtypeStruct((8, 256, 384), "bfloat16")), call)
     assert text.count("stablehlo.custom_call") == text.count(f"@{store.TARGET}(") == 1
     assert 'num_batch_dims = "3"' in text
-    view, orders = lies(kind, layout)
+    view, orders = lies(variant, layout)
     for side in ("operand", "result"):
         dense = (f"dense<{[*order]}> : tensor<{len(order)}xindex>" for order in orders[side])
         assert f"{side}_layouts = [{', '.join(dense)}]" in text
     assert f"tensor<{'x'.join(map(str, view))}xbf16>" in text
-    rule = RULES[kind.op, len(view), len(kind.formats)]
+    rule = RULES[variant.op, len(view), len(variant.formats)]
     assert f"#sdy.op_sharding_rule<{rule} {{i={view[0]}, j={view[1]}, k={view[2]}, " in text
     merge = re.search(r"merge = (?:dense<\[|array<i64: )([0-9, ]+)", text)
     if layout == "row_major":
@@ -194,19 +185,19 @@ def test_axes_behind_the_blocks_are_dimensions_of_the_call():
 @every_kind
 @each_layout
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
-def test_views_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
+def test_views_are_arrays_as_they_lie(variant, layout, format, monkeypatch):
     """Read in the order of its layout, a view is the array: XLA can make a bitcast of it."""
-    if not serves(kind, layout):
+    if not serves(variant, layout):
         return
-    own = (formats.FORMATS[format],) * len(kind.formats)
-    operand, call = op_of(dataclasses.replace(kind, formats=own), scale_layout=layout)
-    operand = operand(jnp.asarray(random_bits((8, 256, 384), kind.dtype)))
-    name, seen = f"{kind.op}_p", []
+    row_formats = (formats.FORMATS[format],) * len(variant.formats)
+    operand, call = op_of(dataclasses.replace(variant, formats=row_formats), scale_layout=layout)
+    operand = operand(jnp.asarray(random_bits((8, 256, 384), variant.dtype)))
+    name, seen = f"{variant.op}_p", []
     real = getattr(quantizers, name)
 
     class Spy:
         def bind(self, *views, plan):
-            assert plan.form == kind.form
+            assert plan.form == variant.form
             outs = real.bind(*views, plan=plan)
             seen.extend([*views, *outs])
             return outs
@@ -214,34 +205,35 @@ def test_views_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
     monkeypatch.setattr(quantizers, name, Spy())
     with jax.disable_jit():  # so that views are arrays
         arrays = [*jax.tree.leaves(operand), *jax.tree.leaves(call(operand))]
-    view, orders = lies(kind, layout)
+    view, orders = lies(variant, layout)
     assert view in [v.shape for v in seen]
     for a, v, order in zip(arrays, seen, [*orders["operand"], *orders["result"]], strict=True):
         assert_bits_equal(v.transpose(order[::-1]).reshape(-1), a.reshape(-1))
 
 
-IN_TILES = [kind for kind in EVERY if kind.op == "quantize" and kind.form != SECOND]
+IN_TILES = [variant for variant in EVERY if variant.op == "quantize" and variant.form != SECOND]
 
 
-def with_tiles(kind, **options):
+def with_tiles(variant, **options):
     """`op_of` with all values in tiles whose blocks end a row."""
-    both, tiles = kind.form.is_both, "shuffled_16x16"
+    both, tiles = variant.form.is_both, "shuffled_16x16"
     if both:
-        pair = (tiles, tiles if kind.form.transposed else "row_major")
-        return op_of(kind, value_layouts=pair, **options)
-    return op_of(kind, value_layout=tiles, **options)
+        pair = (tiles, tiles if variant.form.transposed else "row_major")
+        return op_of(variant, value_layouts=pair, **options)
+    return op_of(variant, value_layout=tiles, **options)
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("kind", IN_TILES, ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", IN_TILES, ids=lambda v: v.name)
 @pytest.mark.parametrize("layout", ["row_major", "shuffled_32x8"])
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
-def test_tiles_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
+def test_tiles_are_arrays_as_they_lie(variant, layout, format, monkeypatch):
     """The arrays lie as the kernel's results do: with values in tiles and in rows."""
-    if not serves(kind, layout):
+    if not serves(variant, layout):
         return
-    own = dataclasses.replace(kind, formats=(formats.FORMATS[format],) * len(kind.formats))
-    _, call = with_tiles(own, scale_layout=layout)
+    same_format = (formats.FORMATS[format],) * len(variant.formats)
+    of_format = dataclasses.replace(variant, formats=same_format)
+    _, call = with_tiles(of_format, scale_layout=layout)
     real, seen = quantizers.quantize_p, []
 
     class Spy:
@@ -254,7 +246,7 @@ def test_tiles_are_arrays_as_they_lie(kind, layout, format, monkeypatch):
             return outs
 
     monkeypatch.setattr(quantizers, "quantize_p", Spy())
-    x = jnp.asarray(random_bits((2, 192, 320), kind.dtype))
+    x = jnp.asarray(random_bits((2, 192, 320), variant.dtype))
     with jax.disable_jit():
         arrays = [x, *jax.tree.leaves(call(x))]
     for a, (v, order) in zip(arrays, seen, strict=True):
@@ -273,7 +265,7 @@ def test_who_puts_values_into_tiles(platform, layout):
     assert text.count(f"stablehlo.custom_call @{store.TARGET}(") == 1
     results = text.partition(f"@{store.TARGET}(")[2].partition(" -> ")[2].partition("\n")[0]
     by_xla = (platform, layout) == ("cuda", "row_major")
-    # Of units that scales' tiles, too, are whole in.
+    # Units hold whole tiles of scales, too.
     tiles = "3x2x1x1x512" if layout == "row_major" else "1x1x3x2x512"
     assert results.startswith(f"(tensor<{'3x2x16x2x16' if by_xla else tiles}xui8>, tensor<")
     assert ("stablehlo.pad" in text) == by_xla  # of layouts.pack
@@ -303,14 +295,14 @@ def test_a_thousand_call_sites_compile_in_a_minute():
 @each_layout
 @pytest.mark.parametrize("tiles", [False, True], ids=["rows", "tiles"])
 @pytest.mark.parametrize("shape", [(64, 96), (2, 64, 96), (2, 3, 64, 96)])
-@pytest.mark.usefixtures("all_have_kernels")
-def test_views_are_bitcasts(kind, layout, shape, tiles, monkeypatch):
+@pytest.mark.usefixtures("without_code")
+def test_views_are_bitcasts(variant, layout, shape, tiles, monkeypatch):
     """Compiled, not run: no copy and no transpose around the call, alone and inside a program."""
-    if not serves(kind, layout) or (tiles and kind not in IN_TILES):
+    if not serves(variant, layout) or (tiles and variant not in IN_TILES):
         return
     monkeypatch.setattr(primitive, "value_layouts_of", lambda *_: ("row_major", "shuffled_16x16"))
-    operand, call = (with_tiles if tiles else op_of)(kind, scale_layout=layout)
-    operand = jax.eval_shape(operand, jax.ShapeDtypeStruct(shape, kind.dtype))
+    operand, call = (with_tiles if tiles else op_of)(variant, scale_layout=layout)
+    operand = jax.eval_shape(operand, jax.ShapeDtypeStruct(shape, variant.dtype))
     with lowered_apart():
         text = jax.jit(call).lower(operand).compile().as_text()
     assert text.count(f'custom_call_target="{store.TARGET}"') == 1
@@ -377,11 +369,6 @@ def test_a_chip_without_kernels():
 X = random_bits((4, 16, 512), np.float32)
 
 
-def mesh(kind: AxisType):
-    devices = jax.devices("cpu")
-    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind, kind), devices=devices)
-
-
 # ---- export ---
 
 
@@ -416,8 +403,8 @@ def test_private_names_of_jax():
     fields = mlir.ModuleContext.__annotations__
     assert {"platforms", "backend", "lowering_parameters"} <= set(fields)
     assert "for_export" in mlir.LoweringParameters.__annotations__
-    with jax.set_mesh(mesh(AxisType.Explicit)):
-        x = jax.device_put(X, NamedSharding(mesh(AxisType.Explicit), P("a")))
+    with jax.set_mesh(mesh_of(2, 4, axis_type=AxisType.Explicit)):
+        x = jax.device_put(X, NamedSharding(mesh_of(2, 4, axis_type=AxisType.Explicit), P("a")))
         assert jax.typeof(x).sharding.spec[0] == "a"
 
 
@@ -445,7 +432,7 @@ def test_dequantize_varies_where_either_operand_does():
     def f(values, scales):
         return jax_mx.MXArray(values, scales, q.format, -1, q.scale_layout).dequantize()
 
-    a = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    a = mesh_of(8)
     specs = {"mesh": a, "in_specs": (P(), P("a"))}
     with pytest.raises(ValueError, match="replica"):
         jax.jit(jax.shard_map(f, out_specs=P(), **specs))(q.values[:1], q.scales)
@@ -455,7 +442,7 @@ def test_dequantize_varies_where_either_operand_does():
 
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_explicit_shards_that_split_a_block_get_one_sentence(axis):
-    explicit = mesh(AxisType.Explicit)
+    explicit = mesh_of(2, 4, axis_type=AxisType.Explicit)
     spec = P(None, "b") if axis == -1 else P("b", None)
     with jax.set_mesh(explicit):
         x = jax.device_put(jnp.ones((64, 64)), NamedSharding(explicit, spec))
@@ -468,7 +455,7 @@ def test_explicit_shards_that_split_a_block_get_one_sentence(axis):
 
 
 def test_explicit_shards_that_split_square_or_quantized_blocks():
-    explicit = mesh(AxisType.Explicit)
+    explicit = mesh_of(2, 4, axis_type=AxisType.Explicit)
     with jax.set_mesh(explicit):
         x = jax.device_put(jnp.ones((64, 64)), NamedSharding(explicit, P("b")))
         with pytest.raises(private.ShardingTypeError, match="quantize: axis -2 of length 64"):

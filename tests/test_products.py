@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, assert_same_array, quantizings
+from helpers import (
+    assert_bits_equal,
+    assert_refused,
+    assert_same_array,
+    lowered_apart,
+    quantizings,
+    stand_in,
+)
 
 import jax_mx
 from jax_mx import (
@@ -102,9 +109,9 @@ def taken(x, use, square, turn=False):
         return np.asarray(x.astype(jnp.bfloat16), np.float64)
     unit = max(32, use.hadamard.size if use.hadamard else 0)
     pads = [(0, 0), (0, -x.shape[1] % unit), (0, -x.shape[2] % unit)]
-    how = {"hadamard": use.hadamard, "rounding": use.rounding, "window": use.window, **square}
-    how |= {"axis": -2, "transpose": True} if turn else {}
-    q = jax_mx.quantize(jnp.pad(x, pads), use.format, **how)
+    options = {"hadamard": use.hadamard, "rounding": use.rounding, "window": use.window, **square}
+    options |= {"axis": -2, "transpose": True} if turn else {}
+    q = jax_mx.quantize(jnp.pad(x, pads), use.format, **options)
     free = x.shape[2 if turn else 1]
     return np.asarray(q.dequantize(jnp.float32), np.float64)[:, :free]
 
@@ -136,15 +143,16 @@ def oracle(lhs, rhs, numbers, recipe, dy=None):
     )
 
 
-def assert_within(got, want, what):
+def assert_within(got, want, label):
     """And NaN or infinite where, and only where, the float64 formula is."""
     value, bound = want
     got = np.asarray(got, np.float64).reshape(value.shape)
     odd = ~np.isfinite(value)
-    np.testing.assert_array_equal(np.where(np.isfinite(got), 0, got), np.where(odd, value, 0), what)
-    got, value, bound = (np.where(odd, 0, each) for each in (got, value, bound))
+    got_odd = np.where(np.isfinite(got), 0, got)
+    np.testing.assert_array_equal(got_odd, np.where(odd, value, 0), label)
+    got, value, bound = (np.where(odd, 0, array) for array in (got, value, bound))
     error = np.abs(got - value)
-    assert (error <= bound + 1e-30).all(), f"{what}: {(error - bound).max()} above the bound"
+    assert (error <= bound + 1e-30).all(), f"{label}: {(error - bound).max()} above the bound"
 
 
 NUMBERS = (
@@ -227,11 +235,11 @@ def check(lhs, rhs, numbers, recipe):
     assert (y.shape, y.dtype) == (want.shape, want.dtype)
     assert_within(y, oracle(lhs, rhs, numbers, recipe), "forward")
     dy = floats(y.shape, 3)
-    for got, like, want, what in zip(
+    for got, array, want, name in zip(
         pull(dy), (lhs, rhs), oracle(lhs, rhs, numbers, recipe, dy), ("lhs", "rhs"), strict=True
     ):
-        assert (got.shape, got.dtype) == (like.shape, like.dtype)
-        assert_within(got, want, f"gradient of {what}")
+        assert (got.shape, got.dtype) == (array.shape, array.dtype)
+        assert_within(got, want, f"gradient of {name}")
 
 
 @pytest.mark.sampled(4)
@@ -285,14 +293,14 @@ def test_fp8_products_of_rows():
         (((2, 3, 40, 96), (3, 7, 96)), (((3,), (2,)), ((1,), (0,)))),
     ):
         x, w = (floats(shape, i) for i, shape in enumerate(shapes))
-        each = []
+        results = []
         for implementation in ("fp8", "xla"):
             f = functools.partial(
                 dot_general, dimension_numbers=numbers, recipe=recipe, implementation=implementation
             )
             y, pull = jax.vjp(f, x, w)
-            each.append((y, *pull(floats(y.shape, 5))))
-        for got, want in zip(*each, strict=True):
+            results.append((y, *pull(floats(y.shape, 5))))
+        for got, want in zip(*results, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
     x, w = floats((40, 96)), floats((96, 33), 1)
     assert_refused(
@@ -410,11 +418,11 @@ def test_a_weight_quantized_once_gives_the_same(name):
 
         return jax.lax.scan(step, 0.0, xs)[0]
 
-    each = [
+    results = [
         jax.value_and_grad(functools.partial(loss, once=once), (0, 1))(w, xs)
         for once in (False, True)
     ]
-    for a, b in zip(*map(jax.tree.leaves, each), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     counted = quantizings(jax.grad(functools.partial(loss, once=True)), w, xs, within="scan")
     assert counted == (1 if "bf16" in name else 3)  # x one or both ways, y's gradient
@@ -453,14 +461,14 @@ def test_a_weight_kept_dequantized_gives_the_same(name):
     results = [
         (y, *pull(jnp.ones_like(y)))
         for y, pull in (
-            jax.vjp(functools.partial(f, dequantized=own), x, w) for own in (False, True)
+            jax.vjp(functools.partial(f, dequantized=kept), x, w) for kept in (False, True)
         )
     ]
     for got, want in zip(*results, strict=True):
         assert_bits_equal(got, want)
     assert any(np.asarray(g, np.float32).any() for g in results[0][1:])
-    own = recipe.quantize_weight(w, 0, dequantized=True)
-    forms = own.contracted_form, own.free_form
+    weight = recipe.quantize_weight(w, 0, dequantized=True)
+    forms = weight.contracted_form, weight.free_form
     assert [form.array.dtype for form in forms] == [jnp.bfloat16] * 2
     if name == "square":
         assert forms[0].array is forms[1].array
@@ -516,39 +524,39 @@ def turned(seed):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("what", ["matmul", "mlp", "ragged_dot", "moe"])
-def test_signs_are_those_of_the_quantized_weight(what):
+@pytest.mark.parametrize("product", ["matmul", "mlp", "ragged_dot", "moe"])
+def test_signs_are_those_of_the_quantized_weight(product):
     """The other operand is rotated like the weight, whatever the signs of the product's recipe.
 
     Only wgrad, which does not read the weight, is rotated as the recipe says.
     """
-    own, other, third = map(turned, range(3))
+    signs, other, third = map(turned, range(3))
     experts, weights = jnp.arange(24).reshape(12, 2) % 3, jnp.full((12, 2), 0.5)
     sizes = jnp.array([5, 0, 7], jnp.int32)
-    lead = () if what in ("matmul", "mlp") else (3,)
+    lead = () if product in ("matmul", "mlp") else (3,)
     layer = {
         "matmul": lambda x, w1, w2, r: matmul(x, w1, recipe=r),
         "mlp": lambda x, w1, w2, r: jax_mx.mlp(x, w1, w2, recipe=r),
         "ragged_dot": lambda x, w1, w2, r: jax_mx.ragged_dot(x, w1, sizes, recipe=r),
         "moe": lambda x, w1, w2, r: jax_mx.moe(x, experts, weights, w1, w2, recipe=r),
-    }[what]
+    }[product]
     x, w1, w2 = floats((12, 64)), floats((*lead, 64, 64), 1), floats((*lead, 32, 64), 2)
-    how = {"contracting": -2, "batch": range(len(lead))}
+    options = {"contracting": -2, "batch": range(len(lead))}
 
     @jax.jit  # signs are arguments, whose values nobody knows
     def both(x, w1, w2, first, second, recipe):
         def loss(x, w1, w2):
-            once = first.quantize_weight(w1, **how), second.quantize_weight(w2, **how)
+            once = first.quantize_weight(w1, **options), second.quantize_weight(w2, **options)
             return (layer(x, *once, recipe).astype(jnp.float32) ** 2).mean()
 
         return jax.value_and_grad(loss, (0, 1, 2))(x, w1, w2)
 
-    want = both(x, w1, w2, own, own, own)
-    same = both(x, w1, w2, own, own, dataclasses.replace(other, wgrad=own.wgrad))
+    want = both(x, w1, w2, signs, signs, signs)
+    same = both(x, w1, w2, signs, signs, dataclasses.replace(other, wgrad=signs.wgrad))
     for got, one in zip(*map(jax.tree.leaves, (same, want)), strict=True):
         assert_bits_equal(got, one)
     # Each weight may have signs of its own, and the product's recipe others still.
-    mixed = both(x, w1, w2, own, third, other)
+    mixed = both(x, w1, w2, signs, third, other)
     for got, one in zip(*map(jax.tree.leaves, (mixed, want)), strict=True):
         error = np.linalg.norm(np.asarray(got - one)) / max(np.linalg.norm(np.asarray(one)), 1e-30)
         assert error < 0.1, f"{error} where quantizing twice differs by 0.05"
@@ -580,11 +588,11 @@ def test_einsum_is_jaxs(subscripts, a, b):
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.integers(-2, 3, s), jnp.float32) for s in (a, b))
     assert_bits_equal(einsum(subscripts, x, w), jnp.einsum(subscripts, x, w))
-    own, jaxs = (
+    ours, jaxs = (
         jax.grad(lambda x, w, f=f: f(subscripts, x, w).sum(), (0, 1))(x, w)
         for f in (einsum, jnp.einsum)
     )
-    for got, want in zip(own, jaxs, strict=True):
+    for got, want in zip(ours, jaxs, strict=True):
         assert_bits_equal(got, want)
 
 
@@ -592,16 +600,16 @@ def test_einsum_sums_what_stands_in_one_operand():
     """NumPy's arrays and JAX's give the same."""
     x, w = np.asarray(floats((3, 5, 32))), floats((32, 4))
     want = einsum("ak,kn->an", x.sum(1), w)
-    for each in (x, jnp.asarray(x)):
-        assert_bits_equal(einsum("abk,kn->an", each, w), want)
+    for array in (x, jnp.asarray(x)):
+        assert_bits_equal(einsum("abk,kn->an", array, w), want)
 
 
 @pytest.mark.thorough
 def test_einsum_splits_its_result_in_any_order_of_letters():
     """On automatic meshes as on explicit ones, whether the result is transposed or not."""
     x, w = (jnp.round(2 * floats(shape)) for shape in ((8, 4, 64), (4, 64, 16)))  # sums are exact
-    for kind in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
-        mesh = jax.make_mesh((2,), ("a",), axis_types=(kind,), devices=jax.devices()[:2])
+    for axis_type in jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit:
+        mesh = jax.make_mesh((2,), ("a",), axis_types=(axis_type,), devices=jax.devices()[:2])
         with jax.set_mesh(mesh):
             for subscripts in ("mbk,bkn->bmn", "mbk,bkn->nbm", "bkn,mbk->mnb"):
                 operands = (x, w) if subscripts[0] == "m" else (w, x)
@@ -673,8 +681,8 @@ def test_what_a_program_takes_is_serialized():
     x, w = floats((8, 64)), jax_mx.MXFP8.quantize_weight(floats((64, 32), 1))
     groups = jax_mx.Groups.from_experts(np.array([[0], [2]]), 3)
     f = jax.jit(lambda x, w, groups: (matmul(x, w), groups))
-    how = {"disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
-    exported = jax.export.deserialize(jax.export.export(f, **how)(x, w, groups).serialize())
+    options = {"disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    exported = jax.export.deserialize(jax.export.export(f, **options)(x, w, groups).serialize())
     got, want = exported.call(x, w, groups), f(x, w, groups)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
@@ -906,8 +914,8 @@ def test_what_asks_for_more_than_fp8_tensor_cores_give(precision):
     x, w = floats((32, 256)), floats((256, 128))
     recipe = {"recipe": Recipe(window=256)}
 
-    def asks(f, **how):
-        (call,) = jax_mx.explain(lambda: f(**recipe, **how)).calls
+    def asks(f, **options):
+        (call,) = jax_mx.explain(lambda: f(**recipe, **options)).calls
         return call.key.how.endswith("highest precision")
 
     for f in (
@@ -916,13 +924,13 @@ def test_what_asks_for_more_than_fp8_tensor_cores_give(precision):
     ):
         with jax.default_matmul_precision(precision):
             assert asks(f) == (precision in EXACT)
-        for own in (precision, same, (precision, precision)):
-            assert asks(f, precision=own) == (precision in EXACT)
+        for asked in (precision, same, (precision, precision)):
+            assert asks(f, precision=asked) == (precision in EXACT)
 
 
 def test_an_algorithm_of_the_users_own():
-    own = functools.partial(jax.lax.DotAlgorithm, np.float32, np.float32)
-    assert is_exact("", own(np.float32)) and not is_exact("", own(np.float16))
+    algorithm = functools.partial(jax.lax.DotAlgorithm, np.float32, np.float32)
+    assert is_exact("", algorithm(np.float32)) and not is_exact("", algorithm(np.float16))
     fp8 = jnp.float8_e4m3fn
     assert not is_exact("", jax.lax.DotAlgorithm(fp8, fp8, np.float32))
     assert_refused(lambda: is_exact("op", 3), TypeError, "op: precision must be one of 'default'")
@@ -1073,7 +1081,7 @@ def _by_xla(product):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "numbers", "how"),
+    ("shapes", "numbers", "options"),
     [
         (((40, 48), (48, 64)), (((1,), (0,)), ((), ())), {}),
         (((3, 5, 7), (3, 7, 64)), (((2,), (1,)), ((0,), (0,))), {}),
@@ -1082,10 +1090,12 @@ def _by_xla(product):
         (((5, 10), (64, 10)), PLAIN, {"axis": 0, "format": "mxfp4_e2m1"}),
     ],
 )
-def test_kernels_read_weights_whose_blocks_run_along_free_axes(shapes, numbers, how, monkeypatch):
+def test_kernels_read_weights_whose_blocks_run_along_free_axes(
+    shapes, numbers, options, monkeypatch
+):
     """As they lie, square blocks too: codes are not transposed. The reference is in place."""
     x, w = floats(shapes[0], dtype=jnp.bfloat16), floats(shapes[1], 1)
-    w = jax_mx.quantize(w, **{"format": "mxfp8_e4m3", **how})
+    w = jax_mx.quantize(w, **{"format": "mxfp8_e4m3", **options})
     product = Contraction(Numbers(*numbers, np.dtype(np.float32)), x, w)
     (kernel,) = kernels.support(product, ["sm_90"]).kernels
     assert kernel.name == f"matmul_{w.format.name}_r128_free"
@@ -1158,10 +1168,10 @@ def test_what_kernels_do_not_take_gets_one_sentence():
             "use jax.shard_map",
         ),
     ):
-        found = kernels.support(product, ["sm_90"])
-        assert not found
-        assert sentence in found.reason
-        assert "\n" not in found.reason
+        answer = kernels.support(product, ["sm_90"])
+        assert not answer
+        assert sentence in answer.reason
+        assert "\n" not in answer.reason
 
 
 def test_keys_of_shards():
@@ -1171,9 +1181,9 @@ def test_keys_of_shards():
     x, w, sizes = jnp.ones((32, 64)), jnp.ones((64, 32)), jnp.array([32], jnp.int32)
 
     def step(x, w):
-        own = recipe.fold_in(jax.lax.axis_index("d"))
-        dense = jax_mx.matmul(x, w, recipe=own).sum()
-        return dense + jax_mx.ragged_dot(x, w[None], sizes, recipe=own).sum()
+        step_recipe = recipe.fold_in(jax.lax.axis_index("d"))
+        dense = jax_mx.matmul(x, w, recipe=step_recipe).sum()
+        return dense + jax_mx.ragged_dot(x, w[None], sizes, recipe=step_recipe).sum()
 
     one = jax.jit(jax.grad(step, (0, 1)))
     spec = jax.sharding.PartitionSpec()
@@ -1194,6 +1204,39 @@ def test_mxfp4_backward_has_the_forward_product_of_mxfp8_and_gradients_right_in_
     ys, *drawn = jax.jit(jax.vmap(lambda key: both(jax_mx.mxfp4_backward(key))))(keys)
     y, *exact = both(Recipe(dgrad="bf16", wgrad="bf16"))
     np.testing.assert_allclose(ys, np.broadcast_to(y, ys.shape), rtol=1e-5, atol=1e-4)
-    for each, want in zip(drawn, exact, strict=True):
-        single, mean = (jnp.linalg.norm(g - want) for g in (each[0], each.mean(0)))
+    for sample, want in zip(drawn, exact, strict=True):
+        single, mean = (jnp.linalg.norm(g - want) for g in (sample[0], sample.mean(0)))
         assert mean < 0.75 * single  # what is left is the other operand's rounding, to nearest
+
+
+def test_fast_accumulation_reaches_its_kernel(monkeypatch):
+    """The forward product's in `MXFP8_FAST`, others' where a recipe says so."""
+    x, w = jnp.ones((256, 512), jnp.bfloat16), jnp.ones((512, 256), jnp.bfloat16)
+    products = []
+
+    def get(kernel, arch):
+        if kernel.op == "matmul_fp8":
+            products.append(kernel.fast)
+        return stand_in(kernel, arch)
+
+    monkeypatch.setattr(store, "get", get)
+    monkeypatch.setenv("JAX_MX_ARCHS", "sm_90a")
+
+    def fast_of(recipe):
+        products.clear()
+
+        def loss(x, w):
+            return jax_mx.matmul(x, w, recipe=recipe).astype(jnp.float32).sum()
+
+        with lowered_apart():
+            both = jax.jit(jax.value_and_grad(loss, (0, 1)))
+            both.trace(x, w).lower(lowering_platforms=("cuda",))
+        return sorted(products)
+
+    fast = Product(fast_accumulation=True)
+    assert fast_of(jax_mx.MXFP8_ROWS) == [False] * 3
+    assert fast_of("mxfp8_fast") == [False, False, True]
+    assert fast_of(Recipe(window="row", dgrad=fast, wgrad=fast)) == [False, True, True]
+    assert fast_of(Recipe(lhs="mxfp8_e5m2", window="row", forward=fast)) == [False] * 3
+    with pytest.raises(ValueError, match="fast_accumulation is of what is quantized"):
+        Product("bf16", fast_accumulation=True)

@@ -17,8 +17,10 @@ from helpers import (
     assert_refused,
     collectives,
     mesh_for,
+    mesh_of,
     names_in,
     only,
+    step,
     with_table,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -60,15 +62,15 @@ class Split:
     def shapes(self, unit: int = BLOCK):
         """The shapes of x, w and y, so that an eighth holds a unit."""
         lead = (LENGTHS["e"],) * self.batch
-        each = ("mk", "kn", "mn")
-        return tuple((*lead, *(LENGTHS[n] * unit // BLOCK for n in two)) for two in each)
+        letters = ("mk", "kn", "mn")
+        return tuple((*lead, *(LENGTHS[n] * unit // BLOCK for n in two)) for two in letters)
 
     @property
     def gathered(self) -> dict[int, tuple[str, ...]]:
         """FSDP: by dimension of w the axes that split rows of x, too."""
         rows = names_in(self.x[-2])
-        each = {i: tuple(n for n in names_in(s) if n in rows) for i, s in enumerate(self.w)}
-        return {i: names for i, names in each.items() if names}
+        axes = {i: tuple(n for n in names_in(s) if n in rows) for i, s in enumerate(self.w)}
+        return {i: names for i, names in axes.items() if names}
 
     @property
     def whole_w(self) -> PartitionSpec:
@@ -157,16 +159,6 @@ def product(name: str, split: Split, out_sharding=None):
     return mx
 
 
-def step(f):
-    """The product and both gradients."""
-
-    def call(x, w, dy):
-        y, pull = jax.vjp(f, x, w)
-        return (y, *pull(dy))
-
-    return call
-
-
 def in_shards(split: Split, f, names):
     """The product inside of a shard_map over these axes: what its caller gathers and sums."""
 
@@ -191,9 +183,9 @@ def in_shards(split: Split, f, names):
 
 def program(name: str, split: Split, mode: str, size: int = BLOCK):
     """(the mesh, the jitted step, the abstract x, w and dy, so that an eighth holds `size`)."""
-    kind = AxisType.Explicit if mode == "explicit" else AxisType.Auto
+    axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     specs = (split.x, split.w, split.y)
-    mesh = mesh_for(specs, jax.devices("cpu"), kind)
+    mesh = mesh_for(specs, jax.devices("cpu"), axis_type)
     if mode.startswith("shard_map"):
         names = {*mesh.axis_names} if mode == "shard_map" else {mesh.axis_names[0]}
         ins = [only(spec, names) for spec in specs]
@@ -269,50 +261,50 @@ def check(name: str, split: Split, mode: str) -> None:
     with jax.set_mesh(mesh):
         compiled = call.lower(*operands).compile()
         for exact in (True, False):
-            given = inputs((*(a.shape for a in operands),), exact)
+            arrays = inputs((*(a.shape for a in operands),), exact)
             got = compiled(
-                *(jax.device_put(a, b.sharding) for a, b in zip(given, operands, strict=True))
+                *(jax.device_put(a, b.sharding) for a, b in zip(arrays, operands, strict=True))
             )
             want = unsharded(name, split.batch, exact)
-            for i, what in enumerate(("y", "gradient of x", "gradient of w")):
+            for i, title in enumerate(("y", "gradient of x", "gradient of w")):
                 if exact:
-                    assert_bits_equal(got[i], want[i], what)
+                    assert_bits_equal(got[i], want[i], title)
                 else:
                     error = (
                         np.abs(np.asarray(got[i]) - want[i]) - bounds(split.batch, unit(name))[i]
                     )
-                    assert error.max() <= 0, f"{what}: {error.max()} above the bound"
-    own, allowed = (
+                    assert error.max() <= 0, f"{title}: {error.max()} above the bound"
+    moved, allowed = (
         collectives(compiled.as_text()),
         Counter(lax_collectives(split, mode, unit(name))),
     )
     if twice(split, mode) and (mode == "auto" or "twice" == mark(name, split)):
         allowed += Counter({key: n for key, n in allowed.items() if key[0] == "all-gather"})
-    assert not (more := beyond(own, allowed)), f"{more} are not among {allowed}"
-    assert not split.summed or any(kind in ("all-reduce", "reduce-scatter") for kind, *_ in own)
+    assert not (more := beyond(moved, allowed)), f"{more} are not among {allowed}"
+    assert not split.summed or any(op in ("all-reduce", "reduce-scatter") for op, *_ in moved)
 
 
 BYTES = {"u8": 1, "f32": 4}
 
 
-def beyond(own: Counter, allowed: Counter) -> list:
+def beyond(moved: Counter, allowed: Counter) -> list:
     """Collectives that are none of the allowed ones with fewer bytes.
 
     Codes bring their scales, a byte for each block; a scattered sum is less than a whole one.
     """
     rest, more = Counter(allowed), []
-    each = sorted(own.elements(), key=lambda one: -one[2])
-    for kind, dtype, n in each:
+    moves = sorted(moved.elements(), key=lambda one: -one[2])
+    for op, dtype, n in moves:
         of_codes = {("all-gather", "u8", n * codes) for codes in (BLOCK // 2, BLOCK, BLOCK**2)}
-        if kind == "all-gather" and dtype == "u8" and of_codes & {*own}:
+        if op == "all-gather" and dtype == "u8" and of_codes & {*moved}:
             continue
-        kinds = {"reduce-scatter": ("reduce-scatter", "all-reduce")}.get(kind, (kind,))
+        kinds = {"reduce-scatter": ("reduce-scatter", "all-reduce")}.get(op, (op,))
         size = n * BYTES[dtype]
         fits = [one for one in rest if one[0] in kinds and one[2] * BYTES[one[1]] >= size]
         if fits:
             rest -= Counter([min(fits, key=lambda one: one[2])])
         else:
-            more.append((kind, dtype, n))
+            more.append((op, dtype, n))
     return more
 
 
@@ -325,8 +317,8 @@ def cells():
                     rest = (
                         [] if (i == 0 and n == (j % 4) and j % 4 == 0) else [pytest.mark.thorough]
                     )
-                    what = f"{name}-{mode}-{title}"
-                    yield pytest.param(name, split, mode, id=what, marks=rest)
+                    label = f"{name}-{mode}-{title}"
+                    yield pytest.param(name, split, mode, id=label, marks=rest)
 
 
 @pytest.mark.parametrize("name,split,mode", [*cells()])
@@ -348,12 +340,13 @@ def test_scaled_dot_on_explicit_meshes(mesh, left, right, out):
     x, w, _ = inputs(((256, 128), (128, 128), (256, 128)), True)
     x, w = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, left), (w, right)))
     numbers = (((1,), (0,)), ((), ()))
-    each = [
-        jax.jit(step(functools.partial(f, dimension_numbers=numbers, out_sharding=out, **own)))
-        for f, own in ((dot_general, {"implementation": "scaled_dot"}), (jax.lax.dot_general, {}))
+    scaled = functools.partial(dot_general, implementation="scaled_dot")
+    steps = [
+        jax.jit(step(functools.partial(f, dimension_numbers=numbers, out_sharding=out)))
+        for f in (scaled, jax.lax.dot_general)
     ]
     dy = jax.lax.dot_general(x, w, numbers, out_sharding=out)
-    for got, want in zip(*(f(x, w, dy // 8) for f in each), strict=True):
+    for got, want in zip(*(f(x, w, dy // 8) for f in steps), strict=True):
         assert jax.typeof(got) == jax.typeof(want)
         assert_bits_equal(got, want)
 
@@ -381,9 +374,9 @@ def test_kernels_are_split_too(title):
 @pytest.fixture
 def mesh():
     kinds, devices = (AxisType.Explicit,) * 2, jax.devices("cpu")
-    own = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=kinds, devices=devices)
-    with jax.set_mesh(own):
-        yield own
+    grid = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=kinds, devices=devices)
+    with jax.set_mesh(grid):
+        yield grid
 
 
 @pytest.mark.parametrize(
@@ -436,7 +429,7 @@ def test_shards_that_split_blocks(mesh):
     def gradients(x, w):
         return jax.grad(lambda x, w: jax_mx.matmul(x, w).sum(), (0, 1))(x, w)
 
-    for x, w, what in (
+    for x, w, sentence in (
         (put((64, 128), "tensor"), put((128, 64)), "64 rows of lhs are split over tensor in 4"),
         (put((40, 128), "tensor"), put((128, 64)), "40 rows of lhs are split over tensor in 4"),
         (put((64, 128)), put((128, 64), None, "tensor"), "64 columns of rhs are split over tensor"),
@@ -447,7 +440,7 @@ def test_shards_that_split_blocks(mesh):
             "64 rows of lhs are split over data x tensor in 8 shards of 8, which 32 does not",
         ),
     ):
-        assert_refused(functools.partial(gradients, x, w), ShardingTypeError, what)
+        assert_refused(functools.partial(gradients, x, w), ShardingTypeError, sentence)
     y = jax.jit(jax_mx.matmul)(put((40, 128), "tensor"), put((128, 64)))
     assert str(jax.typeof(y)) == "float32[40@tensor,64]"
     assert_bits_equal(y, np.full((40, 64), 128, np.float32))
@@ -459,7 +452,7 @@ def test_shards_that_split_blocks(mesh):
 def test_rows_that_do_not_fill_blocks(rows):
     """Auto: gathered, the unsharded results; shard_map: zero rows in each shard."""
     x, w, dy = inputs(((rows, 128), (128, 64), (rows, 64)), True)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8, names=("data",))
     want = step(jax_mx.matmul)(*map(jnp.asarray, (x, w, dy)))
     specs = (P("data"), P(), P("data"))
     out = (P("data"), *specs[:2])

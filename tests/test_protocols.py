@@ -77,11 +77,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused(what):
+@pytest.mark.parametrize("operation", REFUSED)
+def test_what_is_refused(operation):
     with pytest.raises(TypeError) as refusal:
-        REFUSED[what]()
-    if what.startswith(("bool", "not", "and", "==", "!=", "np.")) or what == "in":
+        REFUSED[operation]()
+    if operation.startswith(("bool", "not", "and", "==", "!=", "np.")) or operation == "in":
         refusal.match(TAKE)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, normal
+from helpers import assert_bits_equal, assert_refused, mesh_of, normal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -341,9 +341,9 @@ def test_a_tensor_is_in_one_file(tmp_path):
 
 
 # ---- devices and memory ---
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_shards_are_read_by_their_devices(kind):
-    mesh = jax.make_mesh((2, 2), ("e", "n"), axis_types=(kind,) * 2, devices=jax.devices("cpu")[:4])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shards_are_read_by_their_devices(axis_type):
+    mesh = mesh_of(2, 2, names="en", axis_type=axis_type)
     specs = {3: P("e", "n"), 2: P("n"), 1: P()}
 
     def where(name, shape):
@@ -586,9 +586,7 @@ def test_float4_without_scales_stays_float4(tmp_path):
 
 
 def test_params_that_a_mesh_splits_stay_with_a_warning_at_the_callers_line():
-    mesh = jax.make_mesh(
-        (4,), ("k",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu")[:4]
-    )
+    mesh = mesh_of(4, names="k", axis_type=AxisType.Explicit)
     w = jax.device_put(jnp.ones((8, 64)), NamedSharding(mesh, P(None, "k")))  # 16 a device
     with jax.set_mesh(mesh), pytest.warns(UserWarning, match="'w' stays in floats") as told:
         got = jax_mx.quantize_params({"w": w}, {".*": "mxfp8"})

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_refused, normal
+from helpers import assert_refused, assert_same, normal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -15,11 +15,6 @@ import jax_mx
 X, W = normal((32, 64)), normal((64, 64), 1) / 8
 MESH = jax.sharding.Mesh(jax.devices()[:1], ("d",), axis_types=(AxisType.Auto,))
 SCALE = 1.5
-
-
-def assert_same(got, want):
-    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
 
 
 own_vjp = jax.custom_vjp(lambda dot, x, w, n: dot(x, w), nondiff_argnums=(0,))
@@ -62,8 +57,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_it_enters(place):
+@pytest.mark.parametrize("where", PLACES)
+def test_it_enters(where):
     """Values and both gradients equal those that a model written with `jax_mx.matmul` gives."""
     mx = functools.partial(jax_mx.matmul, recipe="mxfp8")
 
@@ -76,16 +71,16 @@ def test_it_enters(place):
             X, W
         )
 
-    want = run(functools.partial(PLACES[place], mx))
-    got = run(jax_mx.quantized(functools.partial(PLACES[place], jnp.matmul), "mxfp8"))
+    want = run(functools.partial(PLACES[where], mx))
+    got = run(jax_mx.quantized(functools.partial(PLACES[where], jnp.matmul), "mxfp8"))
     assert_same(got, want)
-    if place == "plain":
+    if where == "plain":
         assert float(got[0][0]) != float(run(jnp.matmul)[0][0])
 
 
 @pytest.mark.sampled(2, 1)
-@pytest.mark.parametrize("place", ["jit", "scan of checkpoint"])
-def test_explicit_axes(place):
+@pytest.mark.parametrize("where", ["jit", "scan of checkpoint"])
+def test_explicit_axes(where):
     """Where types say how arrays are split: by rows, and by columns of weights."""
     mesh = jax.sharding.Mesh(
         np.array(jax.devices()).reshape(4, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2
@@ -94,7 +89,7 @@ def test_explicit_axes(place):
     tall = jnp.concatenate([X, -X, 2 * X, X])  # whose shards hold whole blocks
 
     def run(transform, rows=("d",)):
-        model = transform(functools.partial(PLACES[place], jnp.matmul))
+        model = transform(functools.partial(PLACES[where], jnp.matmul))
 
         def loss(x, w):
             return sum((y**2).sum() for y in jax.tree.leaves(model(x, w)))

@@ -57,21 +57,22 @@ def test_grouped_products_are_exact(align, implementation, axes):
     rows, k, n = int(sizes.sum()) + 2 * align, 32, 48
     x, w, z = integers((rows, k)), integers((5, k, n), 1), integers((rows, n), 2)
     y, sums = np.zeros((rows, n)), np.zeros((5, k, n))
-    for group, own in by_group(sizes, rows):
-        y[own] = x[own] @ w[group]
-        sums[group] = x[own].T @ z[own]
+    for group, part in by_group(sizes, rows):
+        y[part] = x[part] @ w[group]
+        sums[group] = x[part].T @ z[part]
     x[sizes.sum() :] = np.nan  # belong to no group
-    given = jnp.asarray(sizes, jnp.int32), jnp.float32
-    how = {"axes": axes, "align": align, "by": implementation}
+    typed = jnp.asarray(sizes, jnp.int32), jnp.float32
+    options = {"axes": axes, "align": align, "by": implementation}
     a = x if axes[0] == -1 else x.T
     b = w if axes[1] == -2 else w.swapaxes(1, 2)
     if implementation == "xla":  # lax.ragged_dot multiplies NaNs with zeros
-        assert_bits_equal(multiplied(over_groups(a, b, *given, **how)), y.astype(np.float32))
+        assert_bits_equal(multiplied(over_groups(a, b, *typed, **options)), y.astype(np.float32))
     a = x if axes[0] == -2 else x.T
     b = z if axes[1] == -2 else z.T
     a = np.nan_to_num(a) if implementation == "dequantize" else a
     assert_bits_equal(
-        multiplied(over_groups(a, b, *given, groups=SUMS, **how)), sums.astype(np.float32)
+        multiplied(over_groups(a, b, *typed, groups=SUMS, **options)),
+        sums.astype(np.float32),
     )
 
 
@@ -115,8 +116,8 @@ def test_any_number_of_rows_by_kernels():
     rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 64), jnp.bfloat16)
     w, sizes = jnp.ones((3, 64, 32), jnp.bfloat16), jnp.array([2, 0, 9], jnp.int32)
     f = jax.jit(lambda x: jax_mx.ragged_dot(x, w, sizes))
-    how = {"platforms": ["cuda"], "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
-    assert "quantize_last_bfloat16" in jax.export.export(f, **how)(rows).mlir_module()
+    options = {"platforms": ["cuda"], "disabled_checks": jax_mx.DISABLE_EXPORT_CHECKS}
+    assert "quantize_last_bfloat16" in jax.export.export(f, **options)(rows).mlir_module()
 
 
 def test_without_rows():
@@ -206,11 +207,11 @@ def test_kernels_sum_floats_of_any_arrangement(axes, monkeypatch):
     sides = [x if axis == -2 else x.T for x, axis in zip(floats, axes, strict=True)]
     windows = [jax_mx.quantize(x, axis=d, window=128) for x, d in zip(sides, axes, strict=True)]
     lhs, rhs = (jnp.asarray(x, jnp.bfloat16) for x in sides)
-    wanted = [floats[0][own].T @ floats[1][own] for _, own in by_group(sizes, 96)]
+    wanted = [floats[0][part].T @ floats[1][part] for _, part in by_group(sizes, 96)]
     for pair in ([lhs, rhs], windows, [lhs, windows[1]]):  # groups that begin anywhere
         product = over_groups(*pair, jnp.asarray(sizes), np.float32, axes, SUMS)
-        found = decide.candidates(product, "cuda", ["sm_90"])[0]
-        assert found and str(found) == "cutedsl: wgrad_bfloat16_r64"
+        choice = decide.candidates(product, "cuda", ["sm_90"])[0]
+        assert choice and str(choice) == "cutedsl: wgrad_bfloat16_r64"
         with monkeypatch.context() as patched:
             patched.setattr(kernels, "NAME", "xla")
             y = by("cutedsl", product)
@@ -257,21 +258,21 @@ def test_explain_and_autotune_know_them():
 def test_values_and_gradients(recipe, sizes):
     rng = np.random.default_rng(1)
     x, w, dy = (rng.normal(size=s).astype(np.float32) for s in ((70, 64), (5, 64, 40), (70, 40)))
-    given = jnp.asarray(SIZES[sizes], jnp.int32)
+    group_sizes = jnp.asarray(SIZES[sizes], jnp.int32)
 
     @jax.jit
     def both(x, w):
-        y, pull = jax.vjp(lambda x, w: jax_mx.ragged_dot(x, w, given, recipe=recipe), x, w)
+        y, pull = jax.vjp(lambda x, w: jax_mx.ragged_dot(x, w, group_sizes, recipe=recipe), x, w)
         return y, *pull(dy)
 
     products = Products(recipe, jnp.float32)
     y, dx, dw = np.zeros((70, 40)), np.zeros((70, 64)), np.zeros((5, 64, 40))
-    for group, own in by_group(SIZES[sizes], 70):
-        if own.start < own.stop:
-            y[own] = products.forward(x[own], w[group])
-            wide = np.pad(dy[own], [(0, 0), (0, 24)]), np.pad(w[group], [(0, 0), (0, 24)])
-            dx[own] = products.dgrad(*wide)
-            dw[group] = products.wgrad(x[own], dy[own])
+    for group, part in by_group(SIZES[sizes], 70):
+        if part.start < part.stop:
+            y[part] = products.forward(x[part], w[group])
+            wide = np.pad(dy[part], [(0, 0), (0, 24)]), np.pad(w[group], [(0, 0), (0, 24)])
+            dx[part] = products.dgrad(*wide)
+            dw[group] = products.wgrad(x[part], dy[part])
     for got, want in zip(both(x, w), (y, dx, dw), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5 * max(np.abs(want).max(), 1e-30), rtol=0)
 
@@ -322,12 +323,12 @@ def test_devices_share_it_under_jit(x_spec, w_spec):
     sizes = np.array([40, 0, 70, 10])
     x, w = integers((128, 256)), integers((4, 256, 512), 1)
     want = np.zeros((128, 512))
-    for group, own in by_group(sizes, 128):
-        want[own] = x[own] @ w[group]
+    for group, part in by_group(sizes, 128):
+        want[part] = x[part] @ w[group]
     with jax.set_mesh(mesh):
-        own = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, x_spec), (w, w_spec))]
-        y = jax.jit(jax_mx.ragged_dot)(*own, jnp.asarray(sizes, jnp.int32))
-        notes = jax_mx.explain(jax_mx.ragged_dot, *own, jnp.asarray(sizes, jnp.int32)).notes
+        part = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, x_spec), (w, w_spec))]
+        y = jax.jit(jax_mx.ragged_dot)(*part, jnp.asarray(sizes, jnp.int32))
+        notes = jax_mx.explain(jax_mx.ragged_dot, *part, jnp.asarray(sizes, jnp.int32)).notes
     np.testing.assert_array_equal(y, want)
     assert any("jax_mx.moe" in note for note in notes)
     if x_spec == P():

@@ -68,8 +68,8 @@ def test_vmap_of_groups_over_an_axis_that_an_explicit_mesh_splits(name, spec, me
     one = jax.jit(run)
     want = [one(*(a[i] for a in args)) for i in range(4)]
     got = jax.jit(jax.vmap(run))(*placed)
-    for i, each in enumerate(want):
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(each), strict=True):
+    for i, expected in enumerate(want):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             assert_bits_equal(np.asarray(a)[i], np.asarray(b))
 
 

@@ -33,8 +33,8 @@ def test_golden(format, scaling):
     inputs = [golden_input(name).reshape(-1, BLOCK) for name in GOLDEN_SETS]
     q = jax_mx.quantize(np.concatenate(inputs), format, scaling=scaling)
     ends = np.cumsum([*map(len, inputs)])[:-1]
-    each = (np.split(bytes_of(a)[..., 0], ends) for a in (q.values, q.scales))
-    for name, x, got, got_scales in zip(GOLDEN_SETS, inputs, *each, strict=True):
+    parts = (np.split(bytes_of(a)[..., 0], ends) for a in (q.values, q.scales))
+    for name, x, got, got_scales in zip(GOLDEN_SETS, inputs, *parts, strict=True):
         with np.load(GOLDEN / "quantize.npz") as golden:
             values = golden[f"{format.name}/{scaling.value}/{name}/values"].reshape(got.shape)
             scales = golden[f"{format.name}/{scaling.value}/{name}/scales"].reshape(-1, 1)

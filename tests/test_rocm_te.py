@@ -12,12 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from helpers import (
-    assert_bits_equal,
-    bytes_of,
-    golden_input,
-    random_bits,
-)
+from helpers import assert_bits_equal, bytes_of, golden_input, random_bits
 from on_device import HERE, check
 from oracle import tiled
 

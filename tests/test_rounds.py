@@ -32,7 +32,7 @@ def walked(mesh: str):
     shape, check = MESHES[mesh]
     count = shape[0] * shape[1]
     kinds = (AxisType.Auto,) * 2
-    own = jax.make_mesh(shape, ("data", "e"), axis_types=kinds, devices=jax.devices()[:count])
+    grid = jax.make_mesh(shape, ("data", "e"), axis_types=kinds, devices=jax.devices()[:count])
 
     def one(trip, operands):
         x, weights = operands
@@ -49,22 +49,22 @@ def walked(mesh: str):
 
     def shard(x, ids, weights):
         first = Round.first("e", "floats", ids, OWN)
-        found = one(first, (x, weights))
-        return first.rest(one, found, (x, weights))
+        result = one(first, (x, weights))
+        return first.rest(one, result, (x, weights))
 
     rows = P(("data", "e"))
-    mapped = jax.shard_map(shard, mesh=own, in_specs=rows, out_specs=rows, check_vma=check)
+    mapped = jax.shard_map(shard, mesh=grid, in_specs=rows, out_specs=rows, check_vma=check)
     return jax.jit(mapped), count, shape
 
 
-def routings(count: int, experts: int, seed: int, how: str) -> np.ndarray:
+def routings(count: int, experts: int, seed: int, routing: str) -> np.ndarray:
     rng = np.random.default_rng(seed)
     shape = (count * T, K)
-    if how == "even":
+    if routing == "even":
         return (np.arange(count * T)[:, None] + OWN * np.arange(K)).astype(np.int32) % experts
-    if how == "one":
+    if routing == "one":
         return np.full(shape, seed % experts, np.int32)
-    if how == "none":
+    if routing == "none":
         return np.full(shape, -1, np.int32)
     chances = rng.random(experts) ** rng.integers(1, 9)
     ids = rng.choice(experts, shape, p=chances / chances.sum())
@@ -74,25 +74,25 @@ def routings(count: int, experts: int, seed: int, how: str) -> np.ndarray:
 @pytest.mark.parametrize(
     "mesh", ["2 x 4", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("8", "4", "1"))]
 )
-@given(seed=st.integers(0, 99), how=st.sampled_from(["even", "one", "none", "any", "any"]))
-def test_each_row_travels_once_to_each_shard(mesh, seed, how):
+@given(seed=st.integers(0, 99), routing=st.sampled_from(["even", "one", "none", "any", "any"]))
+def test_each_row_travels_once_to_each_shard(mesh, seed, routing):
     """Exact integers come back: nothing is lost, sent twice, or more than there are slots for."""
     call, count, shape = walked(mesh)
     experts = OWN * shape[1]
     rng = np.random.default_rng(seed)
-    ids = routings(count, experts, seed, how)
+    ids = routings(count, experts, seed, routing)
     x = rng.integers(-8, 9, (count * T, 4)).astype(np.float32)
     weights = rng.integers(0, 9, ids.shape).astype(np.float32)
     y, choices, sums, too_many, rounds = map(np.asarray, call(x, ids, weights))
     is_one = (ids >= 0) & (ids < experts)
     np.testing.assert_array_equal(y, x * is_one.sum(1)[:, None])
     np.testing.assert_array_equal(choices, np.where(is_one, weights * (ids % OWN + 1), 0))
-    each = zip(ids.reshape(shape[0], -1, K), x.reshape(shape[0], -1, 4), strict=True)
-    want = [(own == e).sum(1) @ tokens for own, tokens in each for e in range(experts)]
+    pairs = zip(ids.reshape(shape[0], -1, K), x.reshape(shape[0], -1, 4), strict=True)
+    want = [(shard_ids == e).sum(1) @ tokens for shard_ids, tokens in pairs for e in range(experts)]
     np.testing.assert_array_equal(sums, want)
     assert not too_many.any()
     rounds = rounds.reshape(shape)
-    assert (rounds == rounds[:, :1]).all() and (how != "even" or rounds.max() == 1)
+    assert (rounds == rounds[:, :1]).all() and (routing != "even" or rounds.max() == 1)
 
 
 # ---- the layer ---
@@ -110,7 +110,7 @@ ORACLES = {  # recipe, its options, devices
 }
 
 
-def against_the_oracle(name: str, devices: int, how: tuple[str, ...]) -> None:
+def against_the_oracle(name: str, devices: int, routings: tuple[str, ...]) -> None:
     """Values and every gradient, biases too, of one program, which serves all these routings."""
     recipe, options, _ = ORACLES[name]
     mesh = jax.make_mesh(
@@ -125,7 +125,7 @@ def against_the_oracle(name: str, devices: int, how: tuple[str, ...]) -> None:
     options = {"recipe": test_moe.RECIPES[recipe], **options}
     call = with_gradients(expert_axis="expert", way="rounds", **options)
     oracle = Layer(**{key: v for key, v in options.items() if key != "wire"})
-    for routing in how:
+    for routing in routings:
         args[1] = rng.integers(-1, experts + 1, (64, 2)).astype(np.int32)
         if routing == "even":
             args[1] = (np.arange(128, dtype=np.int32) % experts).reshape(64, 2)
@@ -182,13 +182,13 @@ def split(shape: tuple[int, int], way: str | None):
 @settings(max_examples=24)
 @given(
     seed=st.integers(0, 999),
-    how=st.sampled_from(["even", "one", "none", "any", "any"]),
+    routing=st.sampled_from(["even", "one", "none", "any", "any"]),
     shape=st.sampled_from([(1, 2), (1, 8), (2, 4), (4, 2)]),
 )
-def test_any_routing_on_any_mesh(seed, how, shape):
+def test_any_routing_on_any_mesh(seed, routing, shape):
     """One device's results, of the layer and of all its gradients."""
     args = list(operands(seed))
-    rows = routings(-(-64 // T), 8, seed, how)[:64, :2]
+    rows = routings(-(-64 // T), 8, seed, routing)[:64, :2]
     args[1] = jnp.asarray(rows)
     want = of_one()(*args)
     call, mesh = split(shape, "rounds")
@@ -255,9 +255,9 @@ CELLS = {
 def cell(e: int, k: int, way: str | None = None) -> tuple[str, int, int]:
     """The same, of the lowered program."""
     text = lowered(e, k, way)
-    found = re.findall(r"(all_to_all|all_gather)\"[^\n]*-> tensor<(\d+)x(\d+)xui8>", text)[:2]
-    size = sum(int(rows) * int(width) for _, rows, width in found) * (e - 1) // e
-    taken = ROUNDS if found[0][0] == "all_to_all" else GATHER
+    moves = re.findall(r"(all_to_all|all_gather)\"[^\n]*-> tensor<(\d+)x(\d+)xui8>", text)[:2]
+    size = sum(int(rows) * int(width) for _, rows, width in moves) * (e - 1) // e
+    taken = ROUNDS if moves[0][0] == "all_to_all" else GATHER
     slots = max(map(int, re.findall(rf"tensor<(\d+)x{INNER}xf8E4M3FN>", text)))
     return taken, size, slots
 
@@ -281,8 +281,8 @@ def table() -> list[str]:
     lines = ["| e | " + " | ".join(f"k = {k}" for k in (1, 2, 8)) + " | all gather |"]
     lines.append("|---|---|---|---|---|")
     for e in (2, 4, 8, 16, 32, 64):
-        each = [CELLS[e, k] for k in (1, 2, 8)]
-        texts = [f"{way}: {size / 1e6:.1f} MB, {slots:,} slots" for way, size, slots in each]
+        cells = [CELLS[e, k] for k in (1, 2, 8)]
+        texts = [f"{way}: {size / 1e6:.1f} MB, {slots:,} slots" for way, size, slots in cells]
         size = (e - 1) * TOKENS * WIDTH * 33 / 32e6
         lines.append(f"| {e} | {' | '.join(texts)} | {size:,.1f} MB, {e * TOKENS:,} k slots |")
     return lines
@@ -313,11 +313,11 @@ def test_the_fullest_pair_bounds_slots_of_few_tokens(tokens, grows):
     chances, fullest = np.random.default_rng(0).random((64 * tokens, 64)), {}
     ids = np.argpartition(chances, 2, axis=1)[:, :2].reshape(64, -1)
     for e in (4, 64):  # of as many devices, each by itself
-        fullest[e] = max(np.bincount(own // (64 // e)).max() for own in ids[:e])
+        fullest[e] = max(np.bincount(shard_ids // (64 // e)).max() for shard_ids in ids[:e])
         assert fullest[e] <= limits[e].choices  # one round holds a random routing
     assert 64 * fullest[64] > 1.5 * 4 * fullest[4]  # as any dense round must have
     tight = 1.2 * 4 * limits[4].choices / 64
-    over = np.mean([np.bincount(own, minlength=64) > tight for own in ids])
+    over = np.mean([np.bincount(shard_ids, minlength=64) > tight for shard_ids in ids])
     assert 0.005 < over < 0.02  # so a round of 1.2 would not be the only one
 
 

@@ -15,11 +15,12 @@ from conftest import arch_here
 from helpers import (
     assert_bits_equal,
     assert_refused,
-    assert_same_array,
+    assert_same,
     call,
     call_attributes_in,
     for_any_address,
     in_turn,
+    mesh_of,
     poison_memory,
     random_bits,
 )
@@ -54,23 +55,17 @@ def numbers(count: int, of: int, seed: int = 0) -> np.ndarray:
 def floats(variant, count: int, length: int, seed: int = 0) -> np.ndarray:
     """Any bits, as `random_bits` has them."""
     size = -(-count * length // 32) * 32
-    found = random_bits((size,), variant.dtype, seed=seed)
-    return found[: count * length].reshape(count, length)
+    bits = random_bits((size,), variant.dtype, seed=seed)
+    return bits[: count * length].reshape(count, length)
 
 
 def gathered(x, rows) -> np.ndarray:
     """The rows that are quantized, by NumPy."""
     x = np.asarray(x)
     there = (rows >= 0) & (rows < len(x))
-    found = np.zeros((len(rows), x.shape[1]), x.dtype)
-    found[there] = x[rows[there]]
-    return found
-
-
-def same(got, want, what="") -> None:
-    got, want = ([*r] if isinstance(r, tuple | list) else [r] for r in (got, want))
-    for g, w in zip(got, want, strict=True):
-        (assert_same_array if isinstance(w, jax_mx.MXArray) else assert_bits_equal)(g, w, what)
+    result = np.zeros((len(rows), x.shape[1]), x.dtype)
+    result[there] = x[rows[there]]
+    return result
 
 
 # ---- what it gives ---
@@ -102,9 +97,9 @@ CALLS = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name,dtype", in_turn(CALLS, ["bfloat16", "float32"]))
 def test_it_is_quantizing_what_numpy_gathers(name, dtype):
-    op, how = CALLS[name]
+    op, options = CALLS[name]
     x, rows = random_bits((45, 320), dtype), numbers(192, 45)
-    same(op(x, rows=rows, **how), op(gathered(x, rows), **how), name)
+    assert_same(op(x, rows=rows, **options), op(gathered(x, rows), **options), name)
 
 
 def test_nothing_of_a_row_reaches_others():
@@ -121,17 +116,17 @@ def test_nothing_of_a_row_reaches_others():
 def test_no_rows(op):
     """An x without rows gives zeros; no numbers give nothing."""
     x, rows = random_bits((9, 64), "bfloat16"), numbers(64, 9)
-    same(op(x[:0], rows=rows), op(np.zeros((64, 64), x.dtype)))
-    same(op(x, rows=rows[:0]), op(x[:0]))
+    assert_same(op(x[:0], rows=rows), op(np.zeros((64, 64), x.dtype)))
+    assert_same(op(x, rows=rows[:0]), op(x[:0]))
 
 
 def test_what_is_refused():
     x, rows = jnp.ones((8, 64)), np.arange(32, dtype=np.int32)
     refused = functools.partial(assert_refused, error=TypeError)
-    for bad, found in ((rows.astype(np.int64), "int64[32]"), ([1, 2], "[1, 2]"), (3, "3")):
+    for bad, shown in ((rows.astype(np.int64), "int64[32]"), ([1, 2], "[1, 2]"), (3, "3")):
         sentence = "quantize: rows must be an int32 array of rank 1, the number of a row of x for"
         refused(lambda r=bad: jax_mx.quantize(x, rows=r), sentence=sentence)
-        refused(lambda r=bad: jax_mx.quantize_both(x, rows=r), sentence=f"got {found}; jnp.asarray")
+        refused(lambda r=bad: jax_mx.quantize_both(x, rows=r), sentence=f"got {shown}; jnp.asarray")
     refused = functools.partial(assert_refused, error=ValueError)
     refused(lambda: jax_mx.quantize(x, rows=rows[None]), sentence="got int32[1, 32]")
     refused(
@@ -164,8 +159,8 @@ def test_what_serves_it():
             True,
             f"{dsl}: quantize_last_float32_mxfp8_e4m3 of floats that XLA makes",
         )
-        found, what = supported(chip, format=FP4, axis=-2, dtype="float32", rounding=KEY)
-        assert found and what.endswith(" along rows of floats that XLA makes")
+        served, why = supported(chip, format=FP4, axis=-2, dtype="float32", rounding=KEY)
+        assert served and why.endswith(" along rows of floats that XLA makes")
         assert not supported(chip, zero_scale=127)[0]
 
 
@@ -177,7 +172,7 @@ def program(f, *args, platform="cuda") -> str:
 def test_one_call_and_no_gather():
     """One call takes x and the numbers as they lie; its results equal the same floats'."""
     x, rows = jnp.ones((50, 256), jnp.bfloat16), np.zeros(384, np.int32)
-    for op, how, operands in (
+    for op, options, operands in (
         (jax_mx.quantize, {}, "tensor<50x8x32xbf16>, tensor<384x1xi32>"),
         (jax_mx.quantize, {"axis": 0}, "tensor<50x256xbf16>, tensor<12x32xi32>"),
         (jax_mx.quantize_both, {}, "tensor<50x8x32xbf16>, tensor<12x32xi32>"),
@@ -187,10 +182,10 @@ def test_one_call_and_no_gather():
             "tensor<50x8x32xbf16>, tensor<12x32xi32>",
         ),
     ):
-        text = program(lambda x, r, op=op, how=how: op(x, rows=r, **how), x, rows)
+        text = program(lambda x, r, op=op, options=options: op(x, rows=r, **options), x, rows)
         line = call_attributes_in(text)
         assert f": ({operands}) -> " in line
-        results = program(lambda x, op=op, how=how: op(x, **how), jnp.ones((384, 256), x.dtype))
+        results = program(functools.partial(op, **options), jnp.ones((384, 256), x.dtype))
         assert line.rpartition("->")[2] == call_attributes_in(results).rpartition("->")[2]
         assert "gather" not in text and "num_batch_dims" not in line
 
@@ -198,10 +193,10 @@ def test_one_call_and_no_gather():
 @pytest.mark.usefixtures("without_code")
 def test_where_there_is_no_kernel_xla_gathers_and_a_kernel_quantizes():
     x, rows = jnp.ones((64, 256), jnp.bfloat16), np.zeros(384, np.int32)
-    for how in ({"window": "row"}, {"format": FP4, "rounding": KEY}, {"x": x.astype(jnp.float32)}):
-        how = {"x": x, "window": 32, **how}
-        text = program(lambda x, r, how=how: jax_mx.quantize(**{**how, "x": x}, rows=r),
-                       how["x"], rows)  # fmt: skip
+    wide = x.astype(jnp.float32)
+    for a, options in ((x, {"window": "row"}), (x, {"format": FP4, "rounding": KEY}), (wide, {})):
+        options = {"window": 32} | options
+        text = program(lambda a, r: jax_mx.quantize(a, rows=r, **options), a, rows)  # noqa: B023
         assert "stablehlo.gather" in text and "_rows" not in text
         assert call_attributes_in(text)
     # vmap over numbers: one call after the other.
@@ -209,10 +204,10 @@ def test_where_there_is_no_kernel_xla_gathers_and_a_kernel_quantizes():
     assert "stablehlo.while" in text and "gather" not in text.replace("dynamic_gather", "")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_shards(kind):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shards(axis_type):
     """Right on every mesh, the results split as numbers and columns are."""
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    mesh = mesh_of(4, 2, axis_type=axis_type)
     x, rows = random_bits((64, 128), "bfloat16"), numbers(512, 64)
     want = jax_mx.quantize_both(gathered(x, rows))
     for spec, of_rows in ((P("a", None), P()), (P(), P("a")), (P(None, "b"), P("a"))):
@@ -222,8 +217,8 @@ def test_shards(kind):
                 jax.device_put(rows, NamedSharding(mesh, of_rows)),
             )
             got = jax.jit(lambda x, r: jax_mx.quantize_both(x, rows=r))(*args)
-        same(got, want, f"{spec} {of_rows}")
-        if kind is AxisType.Explicit:
+        assert_same(got, want, f"{spec} {of_rows}")
+        if axis_type is AxisType.Explicit:
             split = (*of_rows, None)[0], (*spec, None, None)[1]
             assert jax.typeof(got[0].values).sharding.spec == P(*split)
 
@@ -231,7 +226,7 @@ def test_shards(kind):
 @pytest.mark.usefixtures("without_code")
 def test_a_program_that_xla_splits_splits_the_quantizing_too():
     """So a call of rows is none there; under shard_map it is, and nothing moves."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8)
     where = NamedSharding(mesh, P("a"))
     args = [
         jax.ShapeDtypeStruct((64, 128), jnp.bfloat16, sharding=where),
@@ -251,35 +246,36 @@ def test_a_program_that_xla_splits_splits_the_quantizing_too():
 
 def test_rows_keep_their_type_on_explicit_meshes():
     """Words of several elements would be split where elements are."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8, axis_type=AxisType.Explicit)
     rows = jnp.asarray([3, -1, 19])
     with jax.set_mesh(mesh):
         where = NamedSharding(mesh, P(None, "a"))
         for dtype, length in (("bfloat16", 24), ("uint8", 32), ("uint8", 8)):
             x = jnp.asarray(np.random.default_rng(0).integers(0, 99, (20, length)), dtype)
-            found = reference.rows_of(jax.device_put(x, where), rows)
-            assert jax.typeof(found).sharding.spec == P(None, "a")
-            assert_bits_equal(np.asarray(found), gathered(x, np.asarray(rows)))
+            picked = reference.rows_of(jax.device_put(x, where), rows)
+            assert jax.typeof(picked).sharding.spec == P(None, "a")
+            assert_bits_equal(np.asarray(picked), gathered(x, np.asarray(rows)))
 
 
 def test_under_transformations():
     x, rows = random_bits((40, 96), "bfloat16"), numbers(128, 40).reshape(2, 64)
     want = jax_mx.quantize(gathered(x, rows.ravel()).reshape(2, 64, 96))
     run = lambda x, r: jax_mx.quantize(x, rows=r)  # noqa: E731
-    same(jax.vmap(run, (None, 0))(x, rows), want)
-    same(jax.vmap(run, (0, 0))(jnp.stack([x, x]), rows), want)
-    same(jax.jit(lambda x, r: jax.lax.map(lambda r: run(x, r), r))(x, rows), want)
+    assert_same(jax.vmap(run, (None, 0))(x, rows), want)
+    assert_same(jax.vmap(run, (0, 0))(jnp.stack([x, x]), rows), want)
+    assert_same(jax.jit(lambda x, r: jax.lax.map(lambda r: run(x, r), r))(x, rows), want)
     with pytest.raises(NotImplementedError, match="quantize: codes have no derivative"):
         jax.jvp(lambda x: run(x, rows[0]).scales, (jnp.asarray(x),), (jnp.asarray(x),))
 
 
 # ---- kernels ---
-def check(variant, x, rows, **how):
+def check(variant, x, rows, **options):
     """The variant's kernel gives the reference's bytes."""
-    op, reference = call(variant, variant.implementation, **how), call(variant, "xla", **how)
+    op, reference = (call(variant, by, **options) for by in (variant.implementation, "xla"))
     want = jax.block_until_ready(jax.jit(reference)(gathered(x, rows)))
     poison_memory()
-    same(jax.jit(lambda x, r: op(x, rows=r))(x, rows), want, f"{x.shape} {rows.shape} {how}")
+    got = jax.jit(lambda x, r: op(x, rows=r))(x, rows)
+    assert_same(got, want, f"{x.shape} {rows.shape} {options}")
 
 
 SHAPES = {  # T, R, K: of either axis's blocks whole ones
@@ -306,8 +302,8 @@ def test_every_kernel(variant):
     scalings, layouts = [*Scaling], layouts_of(variant)
     for i, (count, picked, length) in enumerate(shapes_of(variant)):
         x = floats(variant, count, length, i)
-        how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
-        check(variant, x, numbers(picked, count, i), **how)
+        case = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
+        check(variant, x, numbers(picked, count, i), **case)
     x = random_bits((512, 512), variant.dtype)
     for layout in layouts:  # aligned, whole tiles
         check(variant, x, numbers(512, 512), scale_layout=layout)
@@ -324,7 +320,7 @@ def test_what_lies_at_any_element(op):
     rows = numbers(96, 64)
     want = op(gathered(flat[1:4097].reshape(64, 64), rows))
     before = _ffi.counters()["fallback_entries"]
-    same(jax.jit(lambda v: op(v[1:4097].reshape(64, 64), rows=rows))(flat), want)
+    assert_same(jax.jit(lambda v: op(v[1:4097].reshape(64, 64), rows=rows))(flat), want)
     assert _ffi.counters()["fallback_entries"] == before + 1
 
 
@@ -388,23 +384,23 @@ def of_floats(variant):
     return dataclasses.replace(variant, source=RowsSource())
 
 
-ALONE = [name for name, (op, how) in CALLS.items() if op is jax_mx.quantize and not (
-    {"block", "value_layout"} & {*how} or how.get("window") == (128, 128))]  # fmt: skip
+ALONE = [name for name, (op, options) in CALLS.items() if op is jax_mx.quantize and not (
+    {"block", "value_layout"} & {*options} or options.get("window") == (128, 128))]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_rows_of_codes(name):
     """Rows of codes are quantized like the floats that they stand for."""
-    _, how = CALLS[name]
+    _, options = CALLS[name]
     rows, q = numbers(192, 45), codes(45, 320, "mxfp8_e4m3")
-    want = jax_mx.quantize(gathered(q.dequantize(), rows), **how)
-    same(requantize(q, rows=rows, **how), want, name)
+    want = jax_mx.quantize(gathered(q.dequantize(), rows), **options)
+    assert_same(requantize(q, rows=rows, **options), want, name)
 
 
 @pytest.mark.parametrize("name", ["second transposed", "last, tiles"])
 def test_rows_of_codes_that_no_kernel_reads(name):
     """Others are dequantized before; also arrays without rows, and no numbers."""
-    (op, how), rows = CALLS[name], numbers(192, 45)
+    (op, options), rows = CALLS[name], numbers(192, 45)
     x = random_bits((64, 320), "bfloat16")
     for q in (
         jax_mx.quantize(x, FP4),
@@ -413,10 +409,11 @@ def test_rows_of_codes_that_no_kernel_reads(name):
         jax_mx.quantize(x, block=(32, 32)),
         codes(0, 320, "mxfp8_e5m2"),
     ):
-        none = requantize(q, rows=rows[:0], **how)
-        same(none, op(gathered(q.dequantize(), rows[:0]), **how), name)
+        none = requantize(q, rows=rows[:0], **options)
+        assert_same(none, op(gathered(q.dequantize(), rows[:0]), **options), name)
         want = gathered(q.dequantize(), rows)
-        same(jax.jit(lambda q: requantize(q, rows=rows, **how))(q), op(want, **how), name)
+        got = jax.jit(lambda q: requantize(q, rows=rows, **options))(q)
+        assert_same(got, op(want, **options), name)
 
 
 @pytest.mark.usefixtures("without_code")
@@ -424,19 +421,19 @@ def test_rows_of_codes_are_one_call():
     rows = jnp.asarray(numbers(64, 45))
     q = codes(45, 320, "mxfp8_e4m3")
 
-    def text_of(*args, **how):
-        run = lambda q, rows: requantize(q, rows=rows, axis=-2, **how)  # noqa: E731
+    def text_of(*args, **options):
+        run = lambda q, rows: requantize(q, rows=rows, axis=-2, **options)  # noqa: E731
         return jax.jit(run).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
     text = text_of(q, rows, transpose=True)
     operands = "tensor<45x320xf8E4M3FN>, tensor<2x32xi32>, tensor<45x10xf8E8M0FNU>"
     assert f": ({operands}) -> " in call_attributes_in(text)
-    for how in ({}, {"transpose": True, "format": "mxfp8_e5m2"}):  # of floats that XLA picks
-        assert "stablehlo.gather" in text_of(q, rows, **how)
-    each = jnp.stack([rows, rows[::-1]])
+    for options in ({}, {"transpose": True, "format": "mxfp8_e5m2"}):  # of floats that XLA picks
+        assert "stablehlo.gather" in text_of(q, rows, **options)
+    both = jnp.stack([rows, rows[::-1]])
     run = lambda q, rows: requantize(q, rows=rows, axis=-2, transpose=True)  # noqa: E731
-    got = jax.vmap(run, (None, 0))(q, each)
-    same(got[1], run(q, rows[::-1]))
+    got = jax.vmap(run, (None, 0))(q, both)
+    assert_same(got[1], run(q, rows[::-1]))
     with pytest.raises(TypeError, match="rows must be an int32 array"):
         requantize(q, rows=[1, 2])
     with pytest.raises(TypeError, match="x is an MXArray in mxfp8_e4m3 already"):
@@ -450,16 +447,17 @@ def test_every_kernel_of_codes(variant):
     scalings, layouts = [*Scaling], layouts_of(variant)
     plain, op = call(of_floats(variant), "xla"), call(variant, "cutedsl")
 
-    def check(count, picked, length, i, **how):
+    def check(count, picked, length, i, **options):
         q, rows = codes(count, length, variant.source.format, i), numbers(picked, count, i)
-        want = jax.jit(functools.partial(plain, **how))(gathered(q.dequantize(), rows))
+        want = jax.jit(functools.partial(plain, **options))(gathered(q.dequantize(), rows))
         poison_memory()
-        same(jax.jit(lambda q, r: op(q, rows=r, **how))(q, rows), want, f"{count} {length} {how}")
+        got = jax.jit(lambda q, r: op(q, rows=r, **options))(q, rows)
+        assert_same(got, want, f"{count} {length} {options}")
 
     shapes = [(40, 32, 32), (33, 160, 288), (100, 96, 64), (9, 544, 4128), (512, 512, 512)]
     for i, shape in enumerate(shapes):
-        how = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
-        check(*shape, i, **how)
+        case = {"scaling": scalings[i % len(scalings)], "scale_layout": layouts[i % len(layouts)]}
+        check(*shape, i, **case)
     with for_any_address():
         for layout in layouts:
             check(99, 288, 480, 7, scale_layout=layout)
@@ -474,4 +472,4 @@ def test_every_kernel_of_codes(variant):
     )
     rows = jnp.arange(count - 64, count, dtype=jnp.int32)
     q = jax_mx.MXArray(values, scales, FORMATS[variant.source.format], -1, ROW_MAJOR)
-    same(jax.jit(lambda q, r: op(q, rows=r))(q, rows), plain(q[-64:].dequantize()))
+    assert_same(jax.jit(lambda q, r: op(q, rows=r))(q, rows), plain(q[-64:].dequantize()))

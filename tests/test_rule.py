@@ -93,10 +93,11 @@ def test_json_there_and_back():
 
 
 def test_attributes_of_a_plain_rule():
-    found = Launch.from_json(PLAIN).attributes("ab" * 32, {"round_add_0": 5, "more": 1}, b"ELF")
-    arrays = {name: value.tolist() for name, value in found.items() if name not in STRINGS}
-    assert all(found[name].dtype == np.int64 for name in arrays)
-    assert [found[name] for name in STRINGS] == [b"ELF", "ab" * 32, "quantize_0,quantize_1"]
+    scalars = {"round_add_0": 5, "more": 1}
+    attributes = Launch.from_json(PLAIN).attributes("ab" * 32, scalars, b"ELF")
+    arrays = {name: value.tolist() for name, value in attributes.items() if name not in STRINGS}
+    assert all(attributes[name].dtype == np.int64 for name in arrays)
+    assert [attributes[name] for name in STRINGS] == [b"ELF", "ab" * 32, "quantize_0,quantize_1"]
     assert arrays == {
         "align": [16, 16, 4] * 2,
         "divide": [0, 0, -1, 99, 64],
@@ -110,9 +111,9 @@ STRINGS = ("image", "sha256", "symbols")
 
 
 def test_attributes_of_all_words():
-    found = FULL.attributes("ab" * 32, {"seed": -3})
-    arrays = {name: value.tolist() for name, value in found.items() if name not in STRINGS}
-    assert "image" not in found
+    attributes = FULL.attributes("ab" * 32, {"seed": -3})
+    arrays = {name: value.tolist() for name, value in attributes.items() if name not in STRINGS}
+    assert "image" not in attributes
     assert arrays == {
         "align": [16, 16, 1, 2, 2, 1],
         "divide": [1, 0, -1, 99, 32],
@@ -139,11 +140,11 @@ def test_a_map_of_several_ranks_is_an_error():
 
 def test_attributes_of_a_call():
     kernels = {"sm_90": FULL.attributes("ab" * 32, {"seed": 0})}
-    found = call_attributes(kernels)
-    assert set(found) == {"abi", "kernels"} and found["abi"] == np.int64(ABI)
-    found = call_attributes(kernels, merge=(0, 0, 1), absent=[1], device=33)
-    assert found["merge"].tolist() == [0, 0, 1] and found["absent"].tolist() == [1]
-    assert found["device"] == 33 and isinstance(found["device"], np.int64)
+    attributes = call_attributes(kernels)
+    assert set(attributes) == {"abi", "kernels"} and attributes["abi"] == np.int64(ABI)
+    attributes = call_attributes(kernels, merge=(0, 0, 1), absent=[1], device=33)
+    assert attributes["merge"].tolist() == [0, 0, 1] and attributes["absent"].tolist() == [1]
+    assert attributes["device"] == 33 and isinstance(attributes["device"], np.int64)
 
 
 def test_the_handler_is_of_the_same_version():

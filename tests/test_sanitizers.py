@@ -22,6 +22,7 @@ from helpers import (
     bytes_of,
     fitting,
     in_tiles,
+    normed_by_kernel,
     op_of,
     random_bits,
 )
@@ -176,15 +177,15 @@ def run_quantizer(variant, layout: str, shape: tuple[int, ...]) -> None:
     """Runs a quantizer on x, or on its rows; or dequantizes codes."""
     run_op(variant, layout, shape)
     if len(value_layouts_of("cutedsl", layout)) > 1 and shape == shapes_of(variant)[0]:
-        for how in in_tiles(variant)[-1:]:
-            run_op(variant, layout, TILES[0], **how)
+        for options in in_tiles(variant)[-1:]:
+            run_op(variant, layout, TILES[0], **options)
 
 
-def run_op(variant, layout: str, shape: tuple[int, ...], **how) -> None:
+def run_op(variant, layout: str, shape: tuple[int, ...], **options) -> None:
     if variant.source == RowsSource():
         shape = math.prod(shape[:-1]), shape[-1]
-        how["rows"] = np.arange(shape[0], dtype=np.int32)[::-1] * 3 - 96
-    make, op = op_of(variant, scale_layout=layout, **how)
+        options["rows"] = np.arange(shape[0], dtype=np.int32)[::-1] * 3 - 96
+    make, op = op_of(variant, scale_layout=layout, **options)
     x = random_bits(fitting(variant, shape), variant.dtype)
     with jax.default_device(jax.devices("cpu")[0]):
         operand = jax.tree.map(np.asarray, make(jax.numpy.asarray(x)))
@@ -193,39 +194,39 @@ def run_op(variant, layout: str, shape: tuple[int, ...], **how) -> None:
     assert_same(got, want, variant.name, layout, shape)
 
 
-def assert_same(got, want, *what) -> None:
+def assert_same(got, want, *label) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (bytes_of(a) == bytes_of(b)).all(), what
+        assert (bytes_of(a) == bytes_of(b)).all(), label
 
 
 def run_made(variant, layout: str, shape: tuple[int, ...]) -> None:
     """Runs an activation of x, its gradient, or rows of codes."""
     rows, length = math.prod(shape[:-1]), shape[-1]
-    how = {} if variant.form.is_both or not variant.form.transposed else {"axis": -2}
-    how |= {"scale_layout": layout} | ({"transpose": True} if "axis" in how else {})
+    options = {} if variant.form.is_both or not variant.form.transposed else {"axis": -2}
+    options |= {"scale_layout": layout} | ({"transpose": True} if "axis" in options else {})
     op = jax_mx.quantize_both if variant.form.is_both else jax_mx.quantize
-    op = partial(op, format=variant.formats[0], **how)
+    op = partial(op, format=variant.formats[0], **options)
     if variant.gives_floats:
-        _, op = op_of(variant, **how)
+        _, op = op_of(variant, **options)
     rng = np.random.default_rng(0)
     x, dy = (rng.normal(size=(rows, n * length)).astype(jnp.bfloat16) for n in (2, 1))
     weights, source = rng.normal(size=rows).astype(np.float32), variant.source
-    given: dict = {}
+    arguments: dict = {}
     if isinstance(source, CodesSource):
         length = -(-length // BLOCK) * BLOCK
         with jax.default_device(jax.devices("cpu")[0]):
             x = jax_mx.quantize(rng.normal(size=(rows, length)).astype(jnp.bfloat16))
-        given = {"rows": np.arange(rows, dtype=np.int32)[::-1] * 3 - 96}
-        op = partial(requantize, format=variant.formats[0], **how)
+        arguments = {"rows": np.arange(rows, dtype=np.int32)[::-1] * 3 - 96}
+        op = partial(requantize, format=variant.formats[0], **options)
     elif isinstance(source, GradientSource):
-        own = jax_mx.Gated(interleaved=source.interleaved, gradient=dy)
-        given = {"activation": WithSums(own) if source.sums else own}
+        gated = jax_mx.Gated(interleaved=source.interleaved, gradient=dy)
+        arguments = {"activation": WithSums(gated) if source.sums else gated}
     else:
-        own = jax_mx.Gated(weights=weights, interleaved=source.interleaved)
-        given = {"activation": own.of("quantize", x, floats=True) if source.floats else own}
+        gated = jax_mx.Gated(weights=weights, interleaved=source.interleaved)
+        arguments = {"activation": gated.of("quantize", x, floats=True) if source.floats else gated}
     with jax.default_device(jax.devices("cpu")[0]):
-        want = jax.jit(lambda x, given: op(x, implementation="xla", **given))(x, given)
-    got = jax.jit(lambda x, given: op(x, implementation="cutedsl", **given))(x, given)
+        want = jax.jit(lambda x, arguments: op(x, implementation="xla", **arguments))(x, arguments)
+    got = jax.jit(lambda x, arguments: op(x, implementation="cutedsl", **arguments))(x, arguments)
     assert_same(got, want, variant.name, layout, shape)
 
 
@@ -235,12 +236,12 @@ def run_norm(variant, layout: str, shape: tuple[int, ...]) -> None:
     x = random_bits(shape, variant.dtype, seed=1)
     x = np.where(np.isfinite(x.astype(np.float32)), x, 1).astype(x.dtype)
     weight = np.random.default_rng(0).normal(size=shape[1]).astype(np.float32)
-    how = {} if variant.form.is_both or not variant.form.transposed else {"axis": -2}
-    how |= {"both": variant.form.is_both, "scale_layout": layout, "factors": True}
-    how["floats"] = variant.source.floats
-    if "axis" in how:
-        how["transpose"] = True
-    norm = partial(jax_mx.rms_norm, format=variant.formats[0], **how)
+    options = {} if variant.form.is_both or not variant.form.transposed else {"axis": -2}
+    options |= {"both": variant.form.is_both, "scale_layout": layout, "factors": True}
+    options["floats"] = variant.source.floats
+    if "axis" in options:
+        options["transpose"] = True
+    norm = partial(jax_mx.rms_norm, format=variant.formats[0], **options)
     if variant.source.added:
         norm = partial(norm, residual=x[::-1].copy())
     with jax.default_device(jax.devices("cpu")[0]):
@@ -264,20 +265,25 @@ def run_product(product) -> None:
         return jax_mx.MXArray(values, scales.view(SCALE_DTYPE), format, -1, ROW_MAJOR)
 
     with jax.default_device(jax.devices("cpu")[0]):
-        how = {"window": product.window, "tiles": product.tiles, "free": product.free}
-        op = partial(by_kernel, dtype=jnp.bfloat16, sums=product.op.startswith("wgrad"), **how)
+        options = {"window": product.window, "tiles": product.tiles, "free": product.free}
+        options |= {"narrow": product.narrow} if product.op == "matmul" else {}
+        op = partial(by_kernel, dtype=jnp.bfloat16, sums=product.op.startswith("wgrad"), **options)
         if product.op == "amaxes":
-            own = MADE.get(product.source, X)
-            shapes = [(320, 576), (320,), (320, 288)] if own else [(2, 320, 264)]
+            source = MADE.get(product.source, X)
+            shapes = [(320, 576), (320,), (320, 288)] if source else [(2, 320, 264)]
             dtypes = [product.floats or "bfloat16", "float32", "bfloat16"]
-            each = zip(shapes, dtypes, own.operands, strict=False)
-            args = tuple(random_bits(shape, dtype) for shape, dtype, _ in each)
-            op = partial(amaxes, source=own)
+            arrays = zip(shapes, dtypes, source.operands, strict=False)
+            args = tuple(random_bits(shape, dtype) for shape, dtype, _ in arrays)
+            op = partial(amaxes, source=source)
         elif product.op == "wgrad":
             x, dy = (rng.integers(-2, 3, (300, m)).astype(product.floats) for m in (136, n))
             args = x, dy, np.array([140, 0, 150], np.int32)
         elif product.op == "wgrad_fp8":
             args = codes(140, k), codes(n, k), np.array([2 * windows, 0, windows], np.int32)
+        elif product.op == "normed":
+            x = rng.integers(-2, 3, (product.rows - 1, 1152)).astype(jnp.bfloat16)
+            args = x, 4 - x, np.ones(1152, jnp.bfloat16), codes(n, 1152)
+            op = partial(normed_by_kernel, product=product)
         elif product.op == "matmul_fp8":
             args = codes(300, k), codes(groups, n, k), np.array([140, 0, 150], np.int32)
         else:

@@ -102,12 +102,12 @@ def test_everything_is_saved(call):
     "dtype", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn"]
 )
 def test_no_code_changes(dtype):
-    kind = jnp.dtype(dtype)
-    bits = jnp.arange(256 if jnp.finfo(kind).bits == 8 else 16, dtype=jnp.uint8)
+    float_type = jnp.dtype(dtype)
+    bits = jnp.arange(256 if jnp.finfo(float_type).bits == 8 else 16, dtype=jnp.uint8)
     codes = np.asarray(bits).view(np.uint8)
-    x = jnp.asarray(codes.view(kind) if jnp.finfo(kind).bits == 8 else codes.astype(kind))
-    own = jnp.finfo(kind)
-    same = jax.jit(lambda x: jax.lax.reduce_precision(x, own.nexp, own.nmant))(x)
+    info = jnp.finfo(float_type)
+    x = jnp.asarray(codes.view(float_type) if info.bits == 8 else codes.astype(float_type))
+    same = jax.jit(lambda x: jax.lax.reduce_precision(x, info.nexp, info.nmant))(x)
     assert_bits_equal(np.asarray(same).view(np.uint8), np.asarray(x).view(np.uint8))
 
 

@@ -52,10 +52,11 @@ def quantize():
 
 
 def quantize_both():
-    how = {"rounding": jax_mx.Stochastic(jnp.asarray(KEY)), "hadamard": jax_mx.Hadamard.random(KEY)}
+    rounding, hadamard = jax_mx.Stochastic(jnp.asarray(KEY)), jax_mx.Hadamard.random(KEY)
+    options = {"rounding": rounding, "hadamard": hadamard}
     for layout in LAYOUTS:
         yield jax_mx.quantize_both(x(), scale_layout=layout)
-        yield jax_mx.quantize_both(x(), "mxfp4_e2m1", scale_layout=layout, **how)
+        yield jax_mx.quantize_both(x(), "mxfp4_e2m1", scale_layout=layout, **options)
         rows = np.arange(32, dtype=np.int32)
         yield jax_mx.quantize_both(x(shape=(9, 64)), scale_layout=layout, rows=rows)
 
@@ -69,13 +70,13 @@ def activations():
     y, back = jax.vjp(run, gate_up, weights)
     yield y, back(y)
     yield jax_mx.gated(gate_up, format="mxfp4_e2m1", both=True)
-    for own in (
+    for gated in (
         jax_mx.Gated(),
         jax_mx.Gated("swiglu", weights),
         jax_mx.Gated("swiglu", weights, gradient=y),
     ):
-        yield jax_mx.quantize(gate_up, activation=own)
-        yield jax_mx.quantize_both(gate_up, activation=own)
+        yield jax_mx.quantize(gate_up, activation=gated)
+        yield jax_mx.quantize_both(gate_up, activation=gated)
 
 
 def dequantize():
@@ -177,8 +178,8 @@ def norms():
     a, weight = x(), x(shape=(128,))
 
     def call(a, residual, weight):
-        found = jax_mx.rms_norm(a, weight, residual=residual, factors=True)
-        return found.floats, found.sum, found.factors
+        result = jax_mx.rms_norm(a, weight, residual=residual, factors=True)
+        return result.floats, result.sum, result.factors
 
     y, back = jax.vjp(call, a, a + a, weight)
     yield y, back(y)
@@ -204,6 +205,17 @@ def collectives():
     yield jax.jit(sharded)(x())
     with jax.set_mesh(mesh):
         yield jax.jit(lambda x: jax_mx.reshard(jax_mx.quantize(x), spec("a")))(x())
+
+
+def normed_products():
+    weight = x(shape=(128,)).astype(jnp.bfloat16)
+    a = x().astype(jnp.bfloat16)
+
+    def call(a, residual, weight):
+        return jax_mx.normed_matmul(a, residual, weight, q())
+
+    y, back = jax.vjp(call, a, a, weight)
+    yield y, back(y)
 
 
 # A row for each public function: what is called, and all that it gives.
@@ -250,8 +262,9 @@ CALLS = {
     "Gated": activations,
     "Normed": norms,
     "rms_norm": norms,
+    "normed_matmul": normed_products,
     "align": lambda: [jax_mx.align(q(), window) for window in (128, "row", (128, 128))],
-    "can_multiply": lambda: [np.array(jax_mx.can_multiply(x(), x().mT, how)[0]) for how in (
+    "can_multiply": lambda: [np.array(jax_mx.can_multiply(x(), x().mT, options)[0]) for options in (
         "abc,acd->abd", (((2,), (1,)), ((0,), (0,))))],
     **dict.fromkeys(("partition", "combine"), lambda: [
         jax_mx.combine(*jax_mx.partition({"q": q(), "x": x(), "none": None}))["q"]]),
@@ -292,8 +305,8 @@ SETTINGS = {
 
 def outcome(name, folder):
     call = CALLS[name]
-    found = call(folder) if call is checkpoints else call()
-    return [np.asarray(leaf) for leaf in jax.tree.leaves([*found])]
+    result = call(folder) if call is checkpoints else call()
+    return [np.asarray(leaf) for leaf in jax.tree.leaves([*result])]
 
 
 @contextlib.contextmanager
@@ -309,12 +322,12 @@ def set_to(name, value):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """By name what each call gives under no setting, computed once."""
-    found = {}
+    outcomes = {}
 
     def of(name):
-        if name not in found:
-            found[name] = outcome(name, tmp_path_factory.mktemp("plain"))
-        return found[name]
+        if name not in outcomes:
+            outcomes[name] = outcome(name, tmp_path_factory.mktemp("plain"))
+        return outcomes[name]
 
     return of
 
@@ -366,5 +379,5 @@ def test_settings_from_the_environment():
     assert done.stdout == here.getvalue()
     signs = eval(done.stdout.rpartition("]")[0] + "]")
     # The top bit of each of 32 words of jax.random.bits, which no setting of JAX changes.
-    words = np.asarray(jax.random.bits(jax.random.key(3), (32,), jnp.uint32))
-    assert signs == (words < 2**31).astype(int).tolist()
+    bits = np.asarray(jax.random.bits(jax.random.key(3), (32,), jnp.uint32))
+    assert signs == (bits < 2**31).astype(int).tolist()

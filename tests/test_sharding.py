@@ -20,11 +20,12 @@ from helpers import (
     COLLECTIVE,
     assert_bits_equal,
     assert_same_array,
-    free_port,
     mesh_for,
+    mesh_of,
     mesh_shape,
     names_in,
     on_eight,
+    on_two,
     only,
     random_bits,
     with_table,
@@ -131,7 +132,7 @@ ROWS = [
     if layout == "row_major" or (op.tiled if layout == "blocked_128x4" else name in FEW)
 ]
 
-# What e, m and k are split over.
+# The mesh axes that e, m and k are split over.
 SPECS = {
     "nothing": P(None, None, None),
     "e over 2, m over 4: experts, data": P("expert", "data", None),
@@ -188,8 +189,8 @@ def unsharded(name: str, layout: str):
 def program(name: str, layout: str, mode: str, spec, devices):
     """(the mesh, the jitted call, its operand as sharded)."""
     op, (operand, _) = OPS[name], unsharded(name, layout)
-    kind = AxisType.Explicit if "explicit" in mode else AxisType.Auto
-    mesh = mesh_for(spec, devices, kind)
+    axis_type = AxisType.Explicit if "explicit" in mode else AxisType.Auto
+    mesh = mesh_for(spec, devices, axis_type)
     before, after = op.axes(layout)
 
     def call(x):
@@ -245,14 +246,14 @@ def check(name: str, layout: str, mode: str, spec, devices) -> None:
     assert largest(text) <= math.prod(SHAPE.values()) // shards, text
     for g, axes in zip(got, OPS[name].axes(layout)[1], strict=True):
         assert g.sharding.is_equivalent_to(NamedSharding(mesh, arranged(spec, axes)), g.ndim)
-    # Of axis -3 the call itself, and tiles of scales, turn the array (`OPS`, `quantize`); XLA
-    # puts what NVIDIA's kernels write into tiles of values.
+    # The call itself and tiles of scales turn an array of axis -3 (`OPS`, `quantize`). XLA puts
+    # the output of NVIDIA's kernels into tiles of values.
     moves = name == "quantize, axis -3" or "shuffled values" in name
     if devices[0].platform != "cpu" and store.TARGET in text and not moves:
         assert not re.findall(r"= \S+ (?:copy|transpose)\(", text), text
 
 
-# What computes: the reference on simulated devices, AMD's kernels emulated there, or GPUs.
+# The reference computes on simulated devices, or AMD's kernels emulated there, or GPUs.
 COMPUTERS = ("reference", "gfx950", pytest.param("gpu", marks=pytest.mark.gpu))
 
 
@@ -264,11 +265,11 @@ def lowered_to(computer: str):
 @pytest.fixture
 def devices(request):
     """Eight CPU devices, or all GPUs if there are several; ops are lowered to what computes."""
-    found = jax.devices("gpu" if request.param == "gpu" else "cpu")
-    if len(found) < 2:
+    all_devices = jax.devices("gpu" if request.param == "gpu" else "cpu")
+    if len(all_devices) < 2:
         pytest.skip("one GPU")
     with lowered_to(request.param):
-        yield found[: 1 << (len(found).bit_length() - 1)]
+        yield all_devices[: 1 << (len(all_devices).bit_length() - 1)]
 
 
 def modes_of(layout: str, spec) -> list[str]:
@@ -287,14 +288,14 @@ def cells():
         for j, (title, spec) in enumerate(SPECS.items()):
             modes = modes_of(layout, spec)
             for mode in modes if (name, layout) in EVERYWHERE else [modes[(i + j) % len(modes)]]:
-                what = f"{name}-{layout}-{mode}-{title}"
+                label = f"{name}-{layout}-{mode}-{title}"
                 cell = (name, layout, mode, spec)
-                rest = [pytest.mark.thorough] if zlib.crc32(what.encode()) % 25 else []
-                yield pytest.param("reference", *cell, id=f"reference-{what}", marks=rest)
-                yield pytest.param("gpu", *cell, id=f"gpu-{what}", marks=pytest.mark.gpu)
+                rest = [pytest.mark.thorough] if zlib.crc32(label.encode()) % 25 else []
+                yield pytest.param("reference", *cell, id=f"reference-{label}", marks=rest)
+                yield pytest.param("gpu", *cell, id=f"gpu-{label}", marks=pytest.mark.gpu)
                 # From the seventh spec on: of one that splits nothing, every device emulates all.
                 rest = [pytest.mark.thorough] if (i + j - 7) % 400 else []
-                yield pytest.param("gfx950", *cell, id=f"gfx950-{what}", marks=rest)
+                yield pytest.param("gfx950", *cell, id=f"gfx950-{label}", marks=rest)
 
 
 @pytest.mark.parametrize("devices,name,layout,mode,spec", [*cells()], indirect=["devices"])
@@ -359,7 +360,7 @@ def test_the_partitioner_splits_calls(layout):
     ],
 )
 def test_shards_that_split_blocks_and_uneven_ones_are_right(shape, spec, layout):
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    mesh = mesh_of(4)
     x = random_bits(shape, np.float32)
 
     def call(x):
@@ -375,10 +376,10 @@ def test_shards_that_split_blocks_and_uneven_ones_are_right(shape, spec, layout)
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", ["row_major", "blocked_128x4"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_transformations_of_sharded_arrays(kind, layout):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_transformations_of_sharded_arrays(axis_type, layout):
     """vmap over any axis, nested and sharded; scan, map, while, cond: bits, and no collective."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2, devices=jax.devices("cpu"))
+    mesh = mesh_of(2, 4, axis_type=axis_type)
     x = jnp.asarray(random_bits((4, 2, 512, 128), jnp.bfloat16))
 
     def one(x):
@@ -416,7 +417,8 @@ def test_transformations_of_sharded_arrays(kind, layout):
             sharded = jax.device_put(x, NamedSharding(mesh, spec))
             compiled = jax.jit(call).lower(sharded).compile()
             got = compiled(sharded)
-        if kind == AxisType.Auto or jax.__version_info__ > (0, 10, 0):  # there vmap itself moves it
+        newer = jax.__version_info__ > (0, 10, 0)
+        if axis_type == AxisType.Auto or newer:  # there vmap itself moves it
             assert not COLLECTIVE.search(compiled.as_text()), name
         assert_same_array(got, expect(whole), name)
 
@@ -450,12 +452,10 @@ def test_two_processes(where):
         from helpers import COLLECTIVE, assert_bits_equal, random_bits
         from test_sharding import lowered_to
 
-        me, port, where = int(sys.argv[1]), *sys.argv[2:]
-        mine = {"local_device_ids": [me]} if where == "gpu" else {}
-        jax.distributed.initialize(f"localhost:{port}", 2, me, **mine)
-        each = 1 if where == "gpu" else 4
-        assert jax.device_count() == 2 * each and jax.local_device_count() == each
-        mesh = jax.make_mesh((2, each), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        where = sys.argv[3]
+        local = 1 if where == "gpu" else 4
+        assert jax.device_count() == 2 * local and jax.local_device_count() == local
+        mesh = jax.make_mesh((2, local), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
         whole = random_bits((2, 512, 512), "bfloat16")
         turned = [P(None, "a", "b"), P(None, "b", "a")]
         for layout, specs in (("row_major", [P("a", "b")]), ("blocked_128x4", turned)):
@@ -474,13 +474,10 @@ def test_two_processes(where):
                 for g, w in zip(jax.tree.leaves(compiled(x)), want, strict=True):
                     for shard in g.addressable_shards:
                         assert_bits_equal(shard.data, np.asarray(w)[shard.index])
-        print("right")
     """
     if where == "gpu" and len(jax.devices("gpu")) < 2:
         pytest.skip("one GPU")
-    platform = "gpu" if where == "gpu" else "cpu"
-    out = on_eight(code, free_port(), where, processes=2, devices=4, platform=platform)
-    assert out == ["right\n"] * 2
+    on_two(code, where, platform="gpu" if where == "gpu" else "cpu")
 
 
 # ---- the table ---
@@ -497,19 +494,19 @@ def table() -> list[str]:
         "(with check_vma). The column is what each axis is split over; blocks run along k, or",
         "along m (axis -2; axis -3 of m, e, k), or both. Where a shard_map leaves other axes to",
         "explicit sharding, JAX gathers at its boundary, of x + 1 too; there *yes* means no other",
-        "collective. Every cell is a test, in one of the modes.",
+        "collective. Every call of every cell is a test, in one of the modes.",
         "",
         "Call a shard_map under jit: eagerly, JAX compiles a program for each op and each array",
         "that goes in or comes out, at every call; for an op of jax_mx no more than for its own.",
         "",
-        "| call | scales | " + " | ".join(SPECS) + " |",
+        "| scales | calls | " + " | ".join(SPECS) + " |",
         "|---|---|" + "---|" * len(SPECS),
     ]
-    for name, layout in ROWS:
-        marks = []
-        for spec in SPECS.values():
-            marks.append("yes" if stays(layout, spec, mesh_shape(spec, 8)) else "no")
-        lines.append(f"| {name} | {layout} | {' | '.join(marks)} |")
+    for layout in SCALE_LAYOUTS:
+        calls = "; ".join(name for name, of in ROWS if of == layout)
+        splits = [stays(layout, spec, mesh_shape(spec, 8)) for spec in SPECS.values()]
+        marks = ["yes" if whole else "no" for whole in splits]
+        lines.append(f"| {layout} | {calls} | {' | '.join(marks)} |")
     return lines
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import COLLECTIVE, assert_bits_equal, call_attributes_in, plan_for, stand_in
+from helpers import COLLECTIVE, assert_bits_equal, call_attributes_in, mesh_of, plan_for, stand_in
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mx.launch import private, store
@@ -43,12 +43,12 @@ def test_launch_rules_number_the_arrays_of_the_signature():
     for variant in SHIPPED:
         if variant.implementation != "flydsl" or variant.dtype != "bfloat16":
             continue
-        found = store.find(variant, "gfx950")
-        if found is None:
+        binary = store.find(variant, "gfx950")
+        if binary is None:
             continue
         count = len(variant.signature.arrays)
         for layout in layouts_of(variant):
-            for entry in found.facts["launches"][layout]["entries"]:
+            for entry in binary.facts["launches"][layout]["entries"]:
                 assert len(entry["align"]) == count
                 assert all(0 <= term[1] < count for term in entry["grid"] if term[1] >= 0)
 
@@ -73,11 +73,11 @@ def _reference(x, table, *, plan):
 def shifted(monkeypatch):
     """The primitive x -> x + sum(table), on views of quantize along the last axis."""
     monkeypatch.setitem(signatures.SIGNATURES, "shifted", _shifted)
-    made = primitive.make_primitive("shifted", primitive.Op(_avals, _reference))
+    shifted_p = primitive.make_primitive("shifted", primitive.Op(_avals, _reference))
     plan = dataclasses.replace(plan_for(jnp.ones((64, 64), jnp.float32)), op="shifted")
 
     def run(x, table):
-        (y,) = made.bind(*private.vary_alike(x, table), plan=plan)
+        (y,) = shifted_p.bind(*private.vary_alike(x, table), plan=plan)
         return y
 
     return run
@@ -90,8 +90,8 @@ TABLE = np.array([1, 2, 4, 8, 16], np.int32)
 def test_vmap_leaves_it_as_it_is(shifted):
     xs = jnp.stack([VIEW, VIEW * 2])
     assert_bits_equal(jax.vmap(shifted, (0, None))(xs, TABLE), xs + 31)
-    made = jax.make_jaxpr(jax.vmap(shifted, (0, None)))(xs, jnp.asarray(TABLE))
-    (eqn,) = [eqn for eqn in made.eqns if eqn.primitive.name == "mx_shifted"]
+    jaxpr = jax.make_jaxpr(jax.vmap(shifted, (0, None)))(xs, jnp.asarray(TABLE))
+    (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "mx_shifted"]
     assert [getattr(v.aval, "shape", None) for v in eqn.invars] == [(2, 8, 2, 32), (5,)]
 
 
@@ -103,15 +103,15 @@ def test_vmap_over_it_takes_one_call_after_the_other(shifted):
     assert_bits_equal(jax.jit(jax.vmap(shifted, (1, 0)))(xs, tables), want)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_shards(shifted, kind):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shards(shifted, axis_type):
     """Right on every mesh; under shard_map nothing moves."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(kind,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8, axis_type=axis_type)
     with jax.set_mesh(mesh):
         x = jax.device_put(VIEW, NamedSharding(mesh, P("a")))
         table = jax.device_put(TABLE, NamedSharding(mesh, P()))
         assert_bits_equal(jax.jit(shifted)(x, table), jnp.asarray(VIEW + 31))
-    auto = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu"))
+    auto = mesh_of(8)
     mapped = jax.jit(jax.shard_map(shifted, mesh=auto, in_specs=(P("a"), P()), out_specs=P("a")))
     assert_bits_equal(mapped(VIEW, TABLE), jnp.asarray(VIEW + 31))
     assert not COLLECTIVE.search(mapped.lower(VIEW, TABLE).compile().as_text())

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_refused, assert_same_array, call_attributes_in, lowered_apart, stand_in
+from helpers import assert_refused, assert_same, call_attributes_in, lowered_apart, stand_in
 from helpers import random_bits as bits
 
 import jax_mx
@@ -72,33 +72,28 @@ class FusedToySource(ToySource):
         return (variant.form, variant.dtype) == (directions.LAST, "bfloat16") and not variant.modes
 
 
-def toy(kind: type[ToySource] = ToySource, doubled: bool = False) -> Of:
-    return Of(kind(doubled), (jnp.arange(96, dtype=jnp.float32),))
+def toy(source: type[ToySource] = ToySource, doubled: bool = False) -> Of:
+    return Of(source(doubled), (jnp.arange(96, dtype=jnp.float32),))
 
 
 @pytest.mark.parametrize("doubled", [False, True])
 @pytest.mark.parametrize("op", [jax_mx.quantize, jax_mx.quantize_both])
 def test_a_toy_source_is_traced_and_computed(op, doubled):
     x = jnp.asarray(bits((64, 96), "bfloat16"))
-    own = toy(doubled=doubled)
-    floats, total = own.source.compute(x, *own.operands)
+    source = toy(doubled=doubled)
+    floats, total = source.source.compute(x, *source.operands)
     want = op(floats)
     for run in (op, jax.jit(op)):
-        *got, factors = run(x, activation=own)
+        *got, factors = run(x, activation=source)
         assert_same(got, want)
         assert float(factors[0]) == float(total[0]) == 95 * 48
-    mapped = jax.vmap(lambda x: op(x, activation=own))(jnp.stack([x, x[::-1]]))
+    mapped = jax.vmap(lambda x: op(x, activation=source))(jnp.stack([x, x[::-1]]))
     assert_same(jax.tree.map(lambda a: a[1], mapped[:-1]), op(floats[::-1]))
 
 
-def assert_same(got, want):
-    for g, w in zip(got, want if isinstance(want, tuple) else (want,), strict=True):
-        assert_same_array(g, w)
-
-
-def lowered(own: Of, platform: str) -> str:
+def lowered(source: Of, platform: str) -> str:
     x = jnp.ones((64, 96), jnp.bfloat16)
-    traced = jax.jit(lambda x: jax_mx.quantize(x, activation=own)).trace(x)
+    traced = jax.jit(lambda x: jax_mx.quantize(x, activation=source)).trace(x)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -113,19 +108,19 @@ def test_a_toy_source_is_lowered_to_xla_and_a_plain_kernel(platform):
 def test_a_kernel_of_a_toy_source_is_asked_for_by_its_class_alone(monkeypatch):
     monkeypatch.setattr(store, "obstacle", lambda variant, arch: "")
     monkeypatch.setattr(store, "get", stand_in)
-    own = toy(FusedToySource)
+    source = toy(FusedToySource)
     with lowered_apart():
-        text = lowered(own, "cuda")
+        text = lowered(source, "cuda")
         assert "stablehlo.negate" not in text
         assert ": (tensor<64x96xbf16>, tensor<96xf32>) -> " in call_attributes_in(text)
-    fused = [*variants("cutedsl", "quantize", own.source)]
+    fused = [*variants("cutedsl", "quantize", source.source)]
     assert {v.name for v in fused} >= {"quantize_last_bfloat16_mxfp8_e4m3_toy"}
     assert all(exists(v, arch) for v in fused for arch in ARCHS["cutedsl"])
-    assert not [*variants("flydsl", "quantize", own.source)]
-    served, what = jax_mx.is_supported("quantize", "sm_90", source=own.source)
-    assert served and what == "cutedsl: quantize_last_bfloat16_mxfp8_e4m3_toy"
-    served, what = jax_mx.is_supported("quantize", "sm_90", source=toy().source)
-    assert served and what == "cutedsl: quantize_last_bfloat16_mxfp8_e4m3 of floats that XLA makes"
+    assert not [*variants("flydsl", "quantize", source.source)]
+    served, why = jax_mx.is_supported("quantize", "sm_90", source=source.source)
+    assert served and why == "cutedsl: quantize_last_bfloat16_mxfp8_e4m3_toy"
+    served, why = jax_mx.is_supported("quantize", "sm_90", source=toy().source)
+    assert served and why == "cutedsl: quantize_last_bfloat16_mxfp8_e4m3 of floats that XLA makes"
 
 
 def test_codes_of_a_toy_source_have_no_derivative():
@@ -165,17 +160,18 @@ def made_calls():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(64, 128)), jnp.bfloat16)
     dy, rows = x[:, :64] * 2, jnp.asarray([3, -1, *range(62)], jnp.int32)
-    both = functools.partial(jax_mx.quantize_both, x)
-    return {
-        "rows": lambda **how: jax_mx.quantize(x, rows=rows, **how),
-        "gated": lambda **how: jax_mx.quantize(x, activation=jax_mx.Gated(), **how),
-        "geglu_erf": lambda **how: jax_mx.quantize(x, activation=jax_mx.Gated("geglu_erf"), **how),
-        "up": lambda **how: jax_mx.quantize(x, activation=jax_mx.Gated(up=x[::-1]), **how),
-        "gradient": lambda **how: both(activation=jax_mx.Gated(gradient=dy), **how),
-        "sums": lambda **how: both(activation=WithSums(jax_mx.Gated(gradient=dy)), **how),
-        "norm": lambda **how: jax_mx.rms_norm(x, format=E4M3, floats=True, **how),
-        "added": lambda **how: jax_mx.rms_norm(x, format=E4M3, residual=x[::-1], **how),
+    norm = functools.partial(jax_mx.rms_norm, format=E4M3)
+    calls = {
+        "rows": (jax_mx.quantize, {"rows": rows}),
+        "gated": (jax_mx.quantize, {"activation": jax_mx.Gated()}),
+        "geglu_erf": (jax_mx.quantize, {"activation": jax_mx.Gated("geglu_erf")}),
+        "up": (jax_mx.quantize, {"activation": jax_mx.Gated(up=x[::-1])}),
+        "gradient": (jax_mx.quantize_both, {"activation": jax_mx.Gated(gradient=dy)}),
+        "sums": (jax_mx.quantize_both, {"activation": WithSums(jax_mx.Gated(gradient=dy))}),
+        "norm": (norm, {"floats": True}),
+        "added": (norm, {"residual": x[::-1]}),
     }
+    return {name: functools.partial(op, x, **options) for name, (op, options) in calls.items()}
 
 
 @pytest.mark.usefixtures("without_code")

@@ -72,16 +72,16 @@ def test_a_kernel_is_compiled_once_and_says_so(kernel, arch, cache, caplog):
 
 
 @pytest.mark.parametrize(
-    "what", ["kernel cut off", "kernel changed", "facts cut off", "facts gone"]
+    "damage", ["kernel cut off", "kernel changed", "facts cut off", "facts gone"]
 )
-def test_damage_is_noticed_and_mended(cache, what):
+def test_damage_is_noticed_and_mended(cache, damage):
     want = store.get(AMD, ARCH)
     image, facts = cache / "kernels" / want.sha256, cache / f"{key_of(AMD, ARCH)}.json"
-    if what == "kernel cut off":
+    if damage == "kernel cut off":
         image.write_bytes(want.image[: len(want.image) // 2])
-    elif what == "kernel changed":
+    elif damage == "kernel changed":
         image.write_bytes(want.image[:-9] + bytes([want.image[-9] ^ 1]) + want.image[-8:])
-    elif what == "facts cut off":
+    elif damage == "facts cut off":
         facts.write_text(facts.read_text()[:-20])
     else:
         facts.unlink()
@@ -140,8 +140,8 @@ def test_two_processes_want_one_kernel_and_one_is_killed(kernel, arch, tmp_path)
 @each_dsl
 def test_eight_threads_compile_one_kernel(kernel, arch, cache, caplog):
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: store.get(kernel, arch).sha256, range(8)))
-    assert {*found} == {sha256_of_verified(kernel, arch)}
+        hashes = list(pool.map(lambda _: store.get(kernel, arch).sha256, range(8)))
+    assert {*hashes} == {sha256_of_verified(kernel, arch)}
     assert sum("compiling" in line for line in caplog.messages) == 1
 
 
@@ -264,12 +264,12 @@ def test_programs_name_kernels_and_exports_carry_each_once():
 def test_many_calls_of_mxfp4s_gradients_are_a_small_program():
     """A gradient rotated and rounded both ways: with the kernel in each of 100 it was 141 MB."""
     key = jax.random.key(0)
-    how = {"hadamard": jax_mx.Hadamard(), "rounding": jax_mx.Stochastic(key)}
-    how["transpose"] = (False, True)
+    options = {"hadamard": jax_mx.Hadamard(), "rounding": jax_mx.Stochastic(key)}
+    options["transpose"] = (False, True)
 
     def many(x):  # of a shape each: nothing is shared
         rows = [x[: 32 * (i + 1)] for i in range(30)]
-        return [jax_mx.quantize_both(each, "mxfp4_e2m1", **how) for each in rows]
+        return [jax_mx.quantize_both(x, "mxfp4_e2m1", **options) for x in rows]
 
     with emulate(ARCH):
         lowered = jax.jit(many).lower(jnp.ones((960, 64), jnp.bfloat16))
@@ -304,9 +304,9 @@ def test_a_program_whose_kernel_is_nowhere_says_what_to_do(tmp_path):
                     print(" ".join(str(error).split()))
     """
 
-    def run(how: str, cache: Path) -> str:
+    def run(options: str, cache: Path) -> str:
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_MX_CACHE": str(cache), "XLA_FLAGS": ""}
-        process = Running(textwrap.dedent(code), how, env=env)
+        process = Running(textwrap.dedent(code), options, env=env)
         status, out, errors = process.wait(200)
         process.kill()
         assert status == 0, errors[-3000:]
@@ -321,28 +321,28 @@ def test_a_program_whose_kernel_is_nowhere_says_what_to_do(tmp_path):
 
 
 def test_the_manifest_of_a_wheel_comes_before_the_cache(cache, tmp_path, monkeypatch):
-    made = store.get(AMD, ARCH)
+    binary = store.get(AMD, ARCH)
     folder = tmp_path / "binaries"
     folder.mkdir()
-    (folder / made.sha256).write_bytes(made.image)
-    (folder / "manifest.json").write_text(json.dumps({f"{AMD.name}.{ARCH}": made.facts}))
+    (folder / binary.sha256).write_bytes(binary.image)
+    (folder / "manifest.json").write_text(json.dumps({f"{AMD.name}.{ARCH}": binary.facts}))
     monkeypatch.setattr(store, "BINARIES", folder)
     monkeypatch.setattr(
         store, "manifest", lambda: json.loads((folder / "manifest.json").read_text())
     )
     assert store.find(AMD, ARCH).folder == folder
-    stale = {**made.facts, "key": "of another source"}
+    stale = {**binary.facts, "key": "of another source"}
     (folder / "manifest.json").write_text(json.dumps({f"{AMD.name}.{ARCH}": stale}))
     assert store.find(AMD, ARCH).folder == cache / "kernels"
 
 
 def test_a_damaged_binary_of_the_package_counts_as_missing(cache, tmp_path, monkeypatch):
-    made = store.get(AMD, ARCH)
+    binary = store.get(AMD, ARCH)
     folder = tmp_path / "binaries"
     folder.mkdir()
-    (folder / made.sha256).write_bytes(made.image[:7])
+    (folder / binary.sha256).write_bytes(binary.image[:7])
     monkeypatch.setattr(store, "BINARIES", folder)
-    monkeypatch.setattr(store, "manifest", lambda: {f"{AMD.name}.{ARCH}": made.facts})
+    monkeypatch.setattr(store, "manifest", lambda: {f"{AMD.name}.{ARCH}": binary.facts})
     assert store.find(AMD, ARCH).folder == cache / "kernels"
 
 
@@ -416,6 +416,6 @@ def test_eager_calls_are_quick():
     for _ in range(count):
         q = jax_mx.quantize(x)
     jax.block_until_ready(q)
-    each = (time.perf_counter() - start_of) / count
-    assert each < 1e-3  # 60 us on an idle machine; it was 400 and more
+    seconds = (time.perf_counter() - start_of) / count
+    assert seconds < 1e-3  # 60 us on an idle machine; it was 400 and more
     assert np.asarray(q.values).size and jitted._cache_size() == traced

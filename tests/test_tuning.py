@@ -107,9 +107,9 @@ def test_a_sweep_writes_rows_that_a_table_holds(name, tmp_path):
     pytest.importorskip("cutlass")
     variant = named(name)
     tiles = [*sweep.candidates(variant)][:3]
-    names, (what, _) = [sweep._name(tile) for tile in tiles], sweep.chosen(variant, "sm_90a")
+    names, (best, _) = [sweep._name(tile) for tile in tiles], sweep.chosen(variant, "sm_90a")
     timings = [
-        sweep.Timing(3.0 - i, names[i], 1e3, 32, i != 2, what, dataclasses.asdict(tile))
+        sweep.Timing(3.0 - i, names[i], 1e3, 32, i != 2, best, dataclasses.asdict(tile))
         for i, tile in enumerate(tiles)
     ]
     row = sweep.row_of(variant, "row_major", timings)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused, collectives, normal, quantizings
+from helpers import assert_bits_equal, assert_refused, collectives, mesh_of, normal, quantizings
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
@@ -25,11 +25,11 @@ RECIPES = {
 def params():
     """A stack of layers: three matrices each, and a vector."""
     shapes = {"gate": (WIDTH, INNER), "up": (WIDTH, INNER), "down": (INNER, WIDTH)}
-    found = {
+    weights = {
         name: normal((LAYERS, *shape), i) * shape[0] ** -0.5
         for i, (name, shape) in enumerate(shapes.items())
     }
-    return found | {"scale": 1 + normal((LAYERS, WIDTH), 7) / 8}
+    return weights | {"scale": 1 + normal((LAYERS, WIDTH), 7) / 8}
 
 
 def layer(recipe, x, w):
@@ -93,9 +93,9 @@ def test_of_one_dtype_it_is_what_products_quantize(name):
 
     for f, args in ((once, (x, w)), (lambda x, w: once(x, w), (x, w))):
         y, pull = jax.vjp(f, *args)
-        want, own = jax.vjp(plain, *args)
+        want, pull_plain = jax.vjp(plain, *args)
         assert_bits_equal(y, want)
-        for a, b in zip(pull(jnp.sin(y)), own(jnp.sin(y)), strict=True):
+        for a, b in zip(pull(jnp.sin(y)), pull_plain(jnp.sin(y)), strict=True):
             assert_bits_equal(a, b)
 
 
@@ -131,8 +131,8 @@ def test_layers_in_a_scan(name):
 
     def unrolled(weights, x):
         for i in range(LAYERS):
-            own = jax.tree.map(lambda a, i=i: a[i], weights)
-            x = layer(recipe, x, quantize_weights(own, recipe))
+            of_layer = jax.tree.map(lambda a, i=i: a[i], weights)
+            x = layer(recipe, x, quantize_weights(of_layer, recipe))
         return (x.astype(jnp.float32) ** 2).mean()
 
     want_value, want = jax.jit(jax.value_and_grad(unrolled))(weights, x)
@@ -154,9 +154,9 @@ def test_microbatches_share_it():
     weights, x = params(), normal((4, 32, WIDTH), 9, jnp.bfloat16)
 
     def total(weights, x):
-        own = quantize_weights(jax.tree.map(lambda a: a[0], weights), MXFP8_ROWS)
+        layer_weights = quantize_weights(jax.tree.map(lambda a: a[0], weights), MXFP8_ROWS)
         return jax.lax.map(
-            lambda x: (layer("auto", x, own).astype(jnp.float32) ** 2).sum(), x
+            lambda x: (layer("auto", x, layer_weights).astype(jnp.float32) ** 2).sum(), x
         ).sum()
 
     f = jax.grad(total)
@@ -172,15 +172,15 @@ def test_microbatches_share_it():
 # ---- devices ---
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["rows", "tiles"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_codes_move_where_devices_have_parts(name, kind):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_codes_move_where_devices_have_parts(name, axis_type):
     """FSDP: masters stay in parts, codes are gathered, one direction for each pass."""
     recipe, weights, x = RECIPES[name], params(), normal((256, WIDTH), 9, jnp.bfloat16)
-    if kind == AxisType.Explicit and name == "tiles":
+    if axis_type == AxisType.Explicit and name == "tiles":
         pytest.skip("parts of 32 rows cut tiles, which explicit axes refuse")
     gradient = jax.value_and_grad(functools.partial(loss, recipe, True))
     want_value, want = jax.jit(gradient)(weights, x)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,), devices=jax.devices("cpu"))
+    mesh = mesh_of(8, names=("data",), axis_type=axis_type)
     parts = {name: NamedSharding(mesh, P(None, "data") if a.ndim == 3 else P())
              for name, a in weights.items()}  # fmt: skip
     rows = NamedSharding(mesh, P("data"))
@@ -190,8 +190,8 @@ def test_codes_move_where_devices_have_parts(name, kind):
     value, got = program(*args)
     np.testing.assert_allclose(value, want_value, rtol=1e-4)
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        # A bit of x's gradient in bfloat16 is another code of the layer before. Of eight parts of
-        # a sum each is rounded to bfloat16 by up to 2^-9, and so is what they add up to.
+        # A bit of x's gradient in bfloat16 is another code of the layer before. Eight parts of a
+        # sum, and the sum, are each rounded to bfloat16 by up to 2^-9.
         for i, bound in enumerate((5e-2, 5e-2, 2**-8)):
             assert np.linalg.norm(np.asarray(a[i]) - b[i]) <= bound * np.linalg.norm(b[i])
     moved = collectives(program.as_text())
@@ -214,7 +214,7 @@ def test_gathered_rows_are_those_of_the_whole_weight(spec):
 
     f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=P("data")))
     for every, whole in zip(f(w), want, strict=True):
-        for each in every:
-            assert_bits_equal(each, whole)
+        for gathered in every:
+            assert_bits_equal(gathered, whole)
     text = f.lower(w).compile().as_text()
     assert {key[1] for key in collectives(text) if "all-gather" in key[0]} == {"u8"}

@@ -130,13 +130,13 @@ def aligned(codes, scales, format, window) -> tuple[np.ndarray, np.ndarray]:
         most = oracle.over_windows(tiles, window, (0, 1)).repeat(BLOCK, 0)
     else:
         most = oracle.over_windows(scales, window, (1,))
-    own, to = (each.repeat(BLOCK, 1).astype(int) for each in (scales, most))
+    old, to = (exponents.repeat(BLOCK, 1).astype(int) for exponents in (scales, most))
     sign = 1 << (format.bits - 1)
     magnitude = codes & (sign - 1)
-    value = table[np.minimum(magnitude, format.max_code)] * np.exp2(np.maximum(own - to, -99.0))
+    value = table[np.minimum(magnitude, format.max_code)] * np.exp2(np.maximum(old - to, -99.0))
     rounded = oracle.nearest(value, table) | codes & sign
-    found = np.where(magnitude > format.max_code, codes, rounded)
-    return np.where(to == 255, format.nan_code, found).astype(np.uint8), most
+    moved = np.where(magnitude > format.max_code, codes, rounded)
+    return np.where(to == 255, format.nan_code, moved).astype(np.uint8), most
 
 
 def any_array(shape, format, seed=0):
@@ -149,8 +149,8 @@ def any_array(shape, format, seed=0):
         reference.pack(jnp.asarray(codes), format), format.storage
     )
     e8m0 = jnp.asarray(scales.astype(np.uint8)).view(jnp.float8_e8m0fnu)
-    like = jax_mx.quantize(np.zeros(shape, np.float32), format)
-    return dataclasses.replace(like, values=packed, scales=e8m0)
+    quantized = jax_mx.quantize(np.zeros(shape, np.float32), format)
+    return dataclasses.replace(quantized, values=packed, scales=e8m0)
 
 
 @pytest.mark.optimized
@@ -167,7 +167,7 @@ def test_align_is_its_definition(format, window):
     assert_bits_equal(bytes_of(got.scales)[..., 0], scales)
     assert_bits_equal(unpacked(got), codes)
     assert_same_array(jax_mx.align(got, window), got)
-    # Of blocks along the other axis: the same of the transposed array.
+    # Blocks along the other axis give the same for the transposed array.
     turned = dataclasses.replace(
         q,
         values=jax_mx.quantize(np.zeros((352, 160), np.float32), format, axis=-2).values * 0,
@@ -337,10 +337,10 @@ def test_a_part_has_the_window_that_its_scales_have(part, window):
     q = jax_mx.quantize(x, window=window)
     q = q.expand() if window == TILE else q
     f, of_tiles = PARTS[part]
-    found = f(q)
-    assert holds(q) and holds(found)
+    after = f(q)
+    assert holds(q) and holds(after)
     kept = of_tiles if window == TILE else part != "half windows" or window == ROW
-    assert found.window == (window if kept else BLOCK)
+    assert after.window == (window if kept else BLOCK)
 
 
 @pytest.mark.parametrize(("window", "kept"), [(ROW, False), (128, True), (256, False)], ids=str)
@@ -348,19 +348,19 @@ def test_windows_of_shards_that_are_joined(window, kept):
     """A shard's own row is no row of the whole; what came in whole goes out whole."""
     mesh, x = jax.make_mesh((4,), ("k",), axis_types=(AxisType.Auto,)), floats((8, 512))
     split = partial(jax.shard_map, mesh=mesh, in_specs=P(None, "k"), out_specs=P(None, "k"))
-    found = jax.jit(split(lambda x: jax_mx.quantize(x, window=window)))(x)
-    assert found.window == (window if kept else BLOCK) and holds(found)
-    assert holds(jax_mx.align(found, window)) and jax_mx.align(found, window).window == window
+    joined = jax.jit(split(lambda x: jax_mx.quantize(x, window=window)))(x)
+    assert joined.window == (window if kept else BLOCK) and holds(joined)
+    assert holds(jax_mx.align(joined, window)) and jax_mx.align(joined, window).window == window
     q = jax_mx.quantize(x, window=window)
     there = split(lambda q: q)(q)
     assert_same_array(there, q)
     cut = jax.make_mesh((8,), ("k",), axis_types=(AxisType.Auto,))
     x = floats((8, 768))  # of which a shard has 96
-    own = []
-    jax.shard_map(lambda q: own.append(q), mesh=cut, in_specs=P(None, "k"), out_specs=None)(
+    parts = []
+    jax.shard_map(lambda q: parts.append(q), mesh=cut, in_specs=P(None, "k"), out_specs=None)(
         jax_mx.quantize(x, window=window)
     )
-    assert own[0].window == (ROW if window == ROW else BLOCK)
+    assert parts[0].window == (ROW if window == ROW else BLOCK)
 
 
 # ---- sharded: cells of docs/sharding.md hold the rest ---
@@ -374,10 +374,10 @@ def test_a_row_crosses_shards_by_its_amax_alone():
     assert_same_array(f(x), jax_mx.quantize(np.asarray(x), window=ROW))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_whole_windows_stay_where_they_are(kind):
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_whole_windows_stay_where_they_are(axis_type):
     """No collective where shards hold whole windows; the right bytes where they do not."""
-    mesh = jax.make_mesh((2, 4), ("m", "k"), axis_types=(kind,) * 2)
+    mesh = jax.make_mesh((2, 4), ("m", "k"), axis_types=(axis_type,) * 2)
     x = floats((256, 512), "bfloat16", 8)
     calls = {
         "last": lambda x: jax_mx.quantize(x, window=128),
@@ -394,7 +394,7 @@ def test_whole_windows_stay_where_they_are(kind):
             got = compiled(y)
         for g, want in zip(jax.tree.leaves(got), jax.tree.leaves(f(x)), strict=True):
             assert_bits_equal(g, want, name)
-    if kind is AxisType.Auto:
+    if axis_type is AxisType.Auto:
         y = jax.device_put(x[:, :192], NamedSharding(mesh, P()))
         for f in calls.values():
             split = jax.jit(lambda x, f=f: f(jax.lax.with_sharding_constraint(

@@ -113,11 +113,11 @@ class Quantization(quantizations.Quantization):
             return jnp.einsum(subscripts, x, w)
         return einsum(subscripts, x, w, recipe=self.recipe)
 
-    def ragged_dot(self, lhs: Any, rhs: Any, group_sizes: Any, **how: Any) -> jax.Array:
+    def ragged_dot(self, lhs: Any, rhs: Any, group_sizes: Any, **options: Any) -> jax.Array:
         """jax.lax.ragged_dot of experts."""
         if not self.left.takes(self.recipe, group_sizes, lhs, rhs):
-            return _RAGGED_DOT(lhs, rhs, group_sizes, **how)
-        return ragged_dot(lhs, rhs, group_sizes, **how, recipe=self.recipe)
+            return _RAGGED_DOT(lhs, rhs, group_sizes, **options)
+        return ragged_dot(lhs, rhs, group_sizes, **options, recipe=self.recipe)
 
 
 class DotGeneral(linen.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -173,10 +174,10 @@ class _Rewrite(NamedTuple):
         last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if not _is_literal(v)}
         for i, equation in enumerate(jaxpr.eqns):
             inputs = [read(atom) for atom in equation.invars]
-            own = str(equation.source_info.name_stack)
-            named = jax.named_scope(own) if own else contextlib.nullcontext()
+            inner = str(equation.source_info.name_stack)
+            named = jax.named_scope(inner) if inner else contextlib.nullcontext()
             with named, equation.ctx.manager:
-                results = self.equation(equation, inputs, f"{scope}/{own}".strip("/"))
+                results = self.equation(equation, inputs, f"{scope}/{inner}".strip("/"))
             values.update(zip(equation.outvars, results, strict=True))
             for atom in {v for v in equation.invars if not _is_literal(v)}:
                 if last[atom] == i:  # as soon as nobody reads it, its memory is free
@@ -331,8 +332,8 @@ def _checkpoint(
 
     if params["differentiated"]:  # the part of a gradient that is computed again
         return run(*(jax.lax.optimization_barrier(inputs) if params["prevent_cse"] else inputs))
-    how = {name: params[name] for name in ("prevent_cse", "policy")}
-    return jax.checkpoint(run, **how)(*inputs)
+    options = {name: params[name] for name in ("prevent_cse", "policy")}
+    return jax.checkpoint(run, **options)(*inputs)
 
 
 def _scan(rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str) -> Sequence[Any]:
@@ -348,8 +349,8 @@ def _scan(rewrite: _Rewrite, equation: Any, inputs: Sequence[Any], scope: str) -
         results = rewrite.run(inner.jaxpr, inner.consts, [*consts, *carry, *x], scope)
         return results[:carries], results[carries:]
 
-    how = {name: params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(body, [*rest[:carries]], [*rest[carries:]], **how)
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(body, [*rest[:carries]], [*rest[carries:]], **options)
     return [*carry, *ys]
 
 
@@ -381,11 +382,11 @@ def _shard_map(
 ) -> Sequence[Any]:
     params = equation.params
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
-    how = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    options = {name: params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
     run = jax.shard_map(
         lambda *args: tuple(rewrite.run(params["jaxpr"], (), args, scope)),
         axis_names={*axes},
-        **how,
+        **options,
     )
     return run(*inputs)
 
@@ -406,15 +407,16 @@ def _with_derivative(
 
     def forward(*args: Any) -> Any:
         def of_floats(*some: Any) -> Any:
-            each = iter(some)
-            whole = [next(each) if own else x for own, x in zip(floats, args, strict=True)]
+            leaves = iter(some)
+            pairs = zip(floats, args, strict=True)
+            whole = [next(leaves) if is_float else x for is_float, x in pairs]
             return tuple(_bound(equation, whole))
 
-        return jax.vjp(of_floats, *(x for own, x in zip(floats, args, strict=True) if own))
+        return jax.vjp(of_floats, *itertools.compress(args, floats))
 
     def backward(pull: Any, dy: Any) -> Any:
-        each = iter(rewrite.applied(lambda pull, dy: pull(dy), scope, pull, dy))
-        return tuple(next(each) if own else None for own in floats)
+        leaves = iter(rewrite.applied(lambda pull, dy: pull(dy), scope, pull, dy))
+        return tuple(next(leaves) if is_float else None for is_float in floats)
 
     call.defvjp(lambda *args: rewrite.applied(forward, scope, *args), backward)
     return call(*inputs)

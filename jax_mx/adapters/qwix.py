@@ -84,8 +84,8 @@ class Provider(qwix.QuantizationProvider):
             text, taken = ",".join(reversed(sides.split(","))) + arrow + out, operands[::-1]
         if not self._can(recipe, text, *taken):
             return _plain(jnp.einsum)(subscripts, *operands, **kwargs)
-        how = {name: kwargs[name] for name in asked - {"optimize"}}
-        return _plain(einsum)(text, *taken, recipe=recipe, **how)
+        options = {name: kwargs[name] for name in asked - {"optimize"}}
+        return _plain(einsum)(text, *taken, recipe=recipe, **options)
 
     def ragged_dot(
         self, lhs: Any, rhs: Any, group_sizes: Any, *args: Any, **kwargs: Any
@@ -104,10 +104,10 @@ class Provider(qwix.QuantizationProvider):
             return None
         return recipe if is_weight or any(map(_is_weight, operands)) else None
 
-    def _can(self, recipe: Any, how: Any, *operands: Any) -> bool:
+    def _can(self, recipe: Any, options: Any, *operands: Any) -> bool:
         """Whether MX takes the product; tells if not."""
         path = "/".join(map(str, flax_util.get_current_module_path()))
-        return _plain(self._left.takes)(recipe, how, *operands, where=path)
+        return _plain(self._left.takes)(recipe, options, *operands, where=path)
 
 
 def _is_weight(x: Any) -> bool:

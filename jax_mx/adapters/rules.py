@@ -47,19 +47,19 @@ class Left:
     def __init__(self, op: str):
         self._op, self._told = op, set[str]()
 
-    def tell(self, what: str, why: str) -> None:
+    def tell(self, operand: str, why: str) -> None:
         """Warns, the first time."""
-        sentence = f"{self._op}: {what} stays in floats: {why}"
+        sentence = f"{self._op}: {operand} stays in floats: {why}"
         if sentence not in self._told:
             self._told.add(sentence)
             warnings.warn(sentence, UserWarning, stacklevel=depth())
 
-    def takes(self, recipe: Any, how: Any, *operands: Any, where: str = "") -> bool:
+    def takes(self, recipe: Any, options: Any, *operands: Any, where: str = "") -> bool:
         """Whether MX takes a product, see `can_multiply`; tells if not."""
         if len(operands) != 2:
             can, why_not = False, f"it has {len(operands)} operands, MX takes two"
         else:
-            can, why_not = can_multiply(*operands, how, recipe=recipe)
+            can, why_not = can_multiply(*operands, options, recipe=recipe)
         if not can:
             shapes = " times ".join(f"{x.dtype}{[*x.shape]}" for x in operands)
             self.tell(f"{shapes} in {where!r}" if where else shapes, why_not)

@@ -208,10 +208,10 @@ def joined(parts: jax.Array, axis: int) -> jax.Array:
     word = next(size for size in (4, 2, 1) if parts.shape[-1] % size == 0)
     if parts.dtype.itemsize > 1 or word == 1:
         return jnp.moveaxis(parts, 0, axis).reshape(shape)
-    words = parts.reshape(*parts.shape[:-1], parts.shape[-1] // word, word)
-    words = jax.lax.bitcast_convert_type(words, jnp.dtype(f"uint{8 * word}"))
-    words = jnp.moveaxis(words, 0, axis).reshape(*shape[:-1], shape[-1] // word)
-    return jax.lax.bitcast_convert_type(words, parts.dtype).reshape(shape)
+    integers = parts.reshape(*parts.shape[:-1], parts.shape[-1] // word, word)
+    integers = jax.lax.bitcast_convert_type(integers, jnp.dtype(f"uint{8 * word}"))
+    integers = jnp.moveaxis(integers, 0, axis).reshape(*shape[:-1], shape[-1] // word)
+    return jax.lax.bitcast_convert_type(integers, parts.dtype).reshape(shape)
 
 
 # ---- where an axis lies in values and scales ---
@@ -224,8 +224,8 @@ def _stored(q: MXArray, axis: int) -> dict[str, int]:
     """The dimensions of values and of scales that belong to an axis, which is negative."""
     at = {}
     for name, layout in (("values", q.value_layout), ("scales", q.scale_layout)):
-        place = _order(q).index(axis) - q.ndim - 1 if layout.is_tiled else axis
-        at[name] = place + getattr(q, name).ndim
+        index = _order(q).index(axis) - q.ndim - 1 if layout.is_tiled else axis
+        at[name] = index + getattr(q, name).ndim
     return at
 
 
@@ -246,10 +246,10 @@ def _inserted(op: str, q: MXArray, new: int, ndim: int, axis: int | None = None)
     tiled = any(layout.is_tiled for layout in layouts.values())
     kept = max(2, -(q.axis if axis is None else axis)) if tiled or len(q.block) == 2 else 0
     if new >= -kept:
-        what = "tiles" if tiled else "square blocks"
+        group = "tiles" if tiled else "square blocks"
         raise ValueError(
             f"{op}: the new axis would lie at {new + ndim} of {ndim} dimensions, among the last "
-            f"{kept}, which {what} span; put it in front of them"
+            f"{kept}, which {group} span; put it in front of them"
         )
     return {name: new + ndim for name in layouts}
 
@@ -262,35 +262,35 @@ def _beside(axis: int, new: int) -> int:
 def _unit(q: MXArray, axis: int) -> tuple[int, str]:
     """How many elements along an axis, negative, stay together, and as what."""
     unit = BLOCK if axis in ((-2, -1) if len(q.block) == 2 else (q.axis,)) else 1
-    place, what = _order(q).index(axis) - q.ndim, "a block"
+    index, term = _order(q).index(axis) - q.ndim, "a block"
     for layout, per in ((q.scale_layout, BLOCK), (q.value_layout, q.format.codes_per_byte)):
-        if layout.is_tiled and place >= -2:
-            tile = layout.pad[0] if place == -2 else layout.pad[1] * per
+        if layout.is_tiled and index >= -2:
+            tile = layout.pad[0] if index == -2 else layout.pad[1] * per
             if tile > unit:
-                what = f"a tile of {layout.name!r}"
+                term = f"a tile of {layout.name!r}"
             unit = math.lcm(unit, tile)
-    return unit, what
+    return unit, term
 
 
-def _require_whole(op: str, q: MXArray, axis: int, length: int, n: int, how: str) -> None:
+def _require_whole(op: str, q: MXArray, axis: int, length: int, n: int, why: str) -> None:
     """Refuses parts that are no whole blocks and tiles.
 
     Raises:
       ValueError: they are none.
     """
-    unit, what = _unit(q, axis)
+    unit, term = _unit(q, axis)
     if n > 1 and length % unit:
         raise ValueError(
-            f"{op}: along axis {axis} parts of {length} elements {how}, inside of {what}, which "
-            f"holds {unit}; choose another axis" + " or another layout" * ("tile" in what)
+            f"{op}: along axis {axis} parts of {length} elements {why}, inside of {term}, which "
+            f"holds {unit}; choose another axis" + " or another layout" * ("tile" in term)
         )
 
 
 # ---- windows ---
 def _window(q: MXArray, axis: int, length: int) -> Window:
     """The window that parts of so many elements along an axis have; a row is each part's own."""
-    each, axes = lengths_of(q.window)[1], window_axes(q)
-    return BLOCK if axis in axes and q.window != ROW and length % each else q.window
+    length_of_window, axes = lengths_of(q.window)[1], window_axes(q)
+    return BLOCK if axis in axes and q.window != ROW and length % length_of_window else q.window
 
 
 def _part(q: MXArray, axis: int, length: int) -> MXArray:
@@ -335,18 +335,18 @@ def reshard(q: MXArray, spec: PartitionSpec | NamedSharding) -> MXArray:
         )
     for axis, entry in enumerate(entries, -q.ndim):
         n = math.prod(mesh.shape[name] for name in names_in(entry))
-        unit, what = _unit(q, axis)
+        unit, term = _unit(q, axis)
         if n > 1 and q.shape[axis] % (n * unit):
-            how = f", inside of {what}, which holds {unit}" if unit > 1 else ", which are not equal"
+            why = f", inside of {term}, which holds {unit}" if unit > 1 else ", which are not equal"
             raise ValueError(
                 f"{op}: axis {axis} of length {q.shape[axis]} would be split over "
-                f"{' x '.join(names_in(entry))} in {n} shards{how}"
+                f"{' x '.join(names_in(entry))} in {n} shards{why}"
             )
     axes = (-2, -1) if len(q.block) == 2 else (q.axis,)
     values = stored_spec(entries, (q.axis,), q.value_layout)
     scales = stored_spec(entries, axes, q.scale_layout)
-    each = (NamedSharding(mesh, PartitionSpec(*own)) for own in (values, scales))
-    return placed(q, *each)
+    shardings = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (values, scales))
+    return placed(q, *shardings)
 
 
 def placed(q: MXArray, values: NamedSharding, scales: NamedSharding) -> MXArray:

@@ -39,11 +39,11 @@ def devices() -> dict[str, tuple[dict[str, Any], jax.Device]]:
     for device in jax.devices():
         alike.setdefault((device.device_kind, chip_of(device)), []).append(device)
     return {
-        f"{len(them)} x {kind}" + f" ({chip})" * (chip != kind): (
-            {"kind": kind, "chip": chip, "count": len(them)},
+        f"{len(them)} x {name}" + f" ({chip})" * (chip != name): (
+            {"kind": name, "chip": chip, "count": len(them)},
             them[0],
         )
-        for (kind, chip), them in alike.items()
+        for (name, chip), them in alike.items()
     }
 
 
@@ -55,22 +55,22 @@ def hidden_gpu() -> str:
     return f"This JAX sees no GPU, but the machine has {advice}." if advice else ""
 
 
-def support(op: str, device: jax.Device, like: Any, format: str, axis: int = -1) -> Support:
-    """The implementation that serves a call on arrays like `like`, all else by default."""
-    return support_of(_planned(op, like, format, axis), device)
+def support(op: str, device: jax.Device, array: Any, format: str, axis: int = -1) -> Support:
+    """The implementation that serves a call on arrays like `array`, all else by default."""
+    return support_of(_planned(op, array, format, axis), device)
 
 
-def _planned(op: str, like: Any, format: str, axis: int) -> Any:
+def _planned(op: str, array: Any, format: str, axis: int) -> Any:
     both = op == "quantize_both"
-    return planned(op, like, Options.both((format,) * 2) if both else Options((format,), axis))
+    return planned(op, array, Options.both((format,) * 2) if both else Options((format,), axis))
 
 
 def servings(formats: Sequence[str], axis: int, dtype: str) -> list[dict[str, Any]]:
     """The implementation that serves each op and format, on each kind of device."""
-    like = jax.ShapeDtypeStruct((64,) * max(2, axis + 1, -axis), FLOAT_DTYPES[dtype])
+    abstract = jax.ShapeDtypeStruct((64,) * max(2, axis + 1, -axis), FLOAT_DTYPES[dtype])
     return [
         {"device": name, "op": op, "format": format}
-        | _serving(device, _planned(op, like, format, axis))
+        | _serving(device, _planned(op, abstract, format, axis))
         for name, (_, device) in devices().items()
         for op in OPS
         for format in formats

@@ -30,7 +30,7 @@ def multiplying() -> list[dict[str, Any]]:
             served = {shape: names for shape, (names, _) in answers.items()}
             lacks = dict.fromkeys(note for _, notes in answers.values() for note in notes)
             names = dict.fromkeys(name for names in served.values() for name in names)
-            places = {name: place for name in names if (place := executed(name, arch))}
+            places = {name: where for name in names if (where := executed(name, arch))}
             facts: dict[str, Any] = {"arch": arch, "products": ", ".join(chips.values())}
             rows.append(facts | served | {"executed": places, "lacks": [*lacks]})
     return rows
@@ -47,7 +47,7 @@ def multiplying_table(facts: Sequence[dict[str, Any]]) -> Table:
     rows = [
         [
             *(row["arch"], row["products"], ", ".join(row["dense"]), ", ".join(row["grouped"])),
-            "; ".join(f"{name}: {place}" for name, place in row["executed"].items()),
+            "; ".join(f"{name}: {where}" for name, where in row["executed"].items()),
         ]
         for row in facts
     ]
@@ -85,8 +85,8 @@ def _served(functions: Sequence[Any], chip: str, *args: Any) -> Serving:
 
 def executed(name: str, arch: str) -> str:
     """Where kernels of an implementation were executed for an arch; empty: XLA has its kernels."""
-    if place := IMPLEMENTATIONS[name].executed:
-        return place
+    if where := IMPLEMENTATIONS[name].executed:
+        return where
     if not any(name in dsl for dsl in ARCHS):
         return ""
     entries = verified.read(arch).items()

@@ -65,8 +65,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args(arguments)
     for name in ("file", *DEFAULTS):  # each once
-        given = getattr(options, name) or DEFAULTS.get(name, [])
-        setattr(options, name, list(dict.fromkeys(given)))
+        values = getattr(options, name) or DEFAULTS.get(name, [])
+        setattr(options, name, list(dict.fromkeys(values)))
     return options
 
 

@@ -73,7 +73,7 @@ class Screen:
             print(line, file=self.stream, flush=True)
 
     @contextlib.contextmanager
-    def step(self, what: str) -> Iterator[None]:
+    def step(self, step: str) -> Iterator[None]:
         """Names a step while it lasts: at once on a terminal, elsewhere in a line now and then."""
         if self._console is not None:
             from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -81,11 +81,11 @@ class Screen:
             text = TextColumn("{task.description}", markup=False)
             columns = SpinnerColumn(), text, TimeElapsedColumn()
             with Progress(*columns, console=self._console, transient=True) as progress:
-                progress.add_task(what, total=None)
+                progress.add_task(step, total=None)
                 yield
             return
         done = threading.Event()
-        thread = threading.Thread(target=self._repeat, args=(what, done), daemon=True)
+        thread = threading.Thread(target=self._repeat, args=(step, done), daemon=True)
         thread.start()
         try:
             yield
@@ -93,11 +93,11 @@ class Screen:
             done.set()
             thread.join()
 
-    def _repeat(self, what: str, done: threading.Event) -> None:
+    def _repeat(self, step: str, done: threading.Event) -> None:
         start, wait = time.monotonic(), FIRST
         with contextlib.suppress(OSError, ValueError):  # nobody reads the stream any more
             while not done.wait(wait):
-                self.log(f"... {what}, {time.monotonic() - start:.0f} s")
+                self.log(f"... {step}, {time.monotonic() - start:.0f} s")
                 wait = NEXT
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ from jax_mx.command.output import Screen
 from jax_mx.formats.formats import BLOCK
 from jax_mx.launch.toolchains import install
 
-# What the extra `cli` brings: the modules, and what their distributions are called.
+# The extra `cli` brings these modules, of these distributions.
 EXTRA = {"rich": "rich", "safetensors": "safetensors", "sklearn": "scikit-learn"}
 EMULATOR = ("elftools", "msgpack", "tinygrad")  # modules
 

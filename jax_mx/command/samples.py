@@ -109,8 +109,8 @@ def _obstacle(path: Path) -> str | None:
     except OSError as error:  # a loop of links, a closed folder, a name too long
         return f"cannot be reached ({error.strerror}); check the path"
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-        return f"is {kind}; give the path of a file"
+        filetype = _KINDS.get(stat.S_IFMT(mode), "no regular file")
+        return f"is {filetype}; give the path of a file"
     if path.suffix.lower() not in _READERS:
         known = ", ".join(_READERS)
         return f"suffix {path.suffix!r} is unknown; save the tensors as one of {known}"
@@ -251,11 +251,11 @@ def admit(tensor: np.ndarray | str, axis: int, dtype: str) -> Sample:
         poison += x.size - np.count_nonzero(np.isfinite(x))
     notes = [f"was float64 and is measured in {dtype}"] if tensor.dtype.name == "float64" else []
     if zeros := before - after:
-        what = f"of {before} nonzero elements {zeros} are zero in {dtype}"
+        loss = f"of {before} nonzero elements {zeros} are zero in {dtype}"
         if zeros == before:
             way = "try --dtype float32, or multiply it" if wider else "multiply it"
-            raise ValueError(f"{what}, so nothing is left to measure; {way}")
-        notes.append(what)
+            raise ValueError(f"{loss}, so nothing is left to measure; {way}")
+        notes.append(loss)
     if poison:
         elements = "1 element that is" if poison == 1 else f"{poison} elements that are"
         notes.append(

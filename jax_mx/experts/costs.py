@@ -66,9 +66,9 @@ class Costs(NamedTuple):
             GATHER: "all shards gather all tokens",
             ROUNDS: f"tokens travel to their experts, {self.limits.rows} rows a pair of shards",
         }
-        each = " or ".join(
+        estimates = " or ".join(
             f"{cost.us:,.0f} us by {name} ({cost.arrives / 1e6:,.0f} MB arrive, {cost.slots:,} "
             "slots)"
             for name, cost in zip(WAYS, (self.gather, self.rounds), strict=True)
         )
-        return f"{said[way]}; both passes are estimated to take {each}."
+        return f"{said[way]}; both passes are estimated to take {estimates}."

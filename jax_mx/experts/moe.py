@@ -305,7 +305,7 @@ class Slots(Moves):
         tokens = Unquantized(inputs.x, recipe, name="lhs", wanted=(True, False), moves=True)
         rows, (experts, weights) = routing.tokens(tokens), routing.choices(inputs.weights)
         align = align_of(recipe) if keep else 1  # nothing is quantized along slots
-        groups = Groups.from_experts(experts, routing.own, align=align, most=routing.most)
+        groups = Groups.from_experts(experts, routing.local, align=align, most=routing.most)
         return rows, SlotPlace(groups, groups.of_slots(weights), routing)
 
     def operands(

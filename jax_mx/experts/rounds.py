@@ -34,9 +34,9 @@ class Limits(NamedTuple):
     @classmethod
     def of(cls, tokens: int, k: int, experts: int, shards: int) -> Limits:
         """The room that a first round needs if tokens choose all experts equally often, k each."""
-        own = experts // shards
+        local = experts // shards
         misses = math.prod(
-            max(experts - own - i, 0) / (experts - i) for i in range(min(k, experts))
+            max(experts - local - i, 0) / (experts - i) for i in range(min(k, experts))
         )
         rows = min(_enough(tokens * (1 - misses)), tokens)
         return cls(rows, max(min(_enough(tokens * k / shards), rows * k), k))
@@ -54,7 +54,7 @@ def _enough(mean: float) -> int:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("experts", "groups", "before", "begin", "number"),
-    meta_fields=("axis", "wire", "own", "limits"),
+    meta_fields=("axis", "wire", "local", "limits"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Round:
@@ -69,7 +69,7 @@ class Round:
       number: int32 (), of the round.
       axis: the expert axis.
       wire: how rows move, see `wires.KINDS`.
-      own: how many experts a shard has.
+      local: how many experts a shard has.
       limits: of this round.
     """
 
@@ -80,23 +80,23 @@ class Round:
     number: jax.Array
     axis: str
     wire: str
-    own: int
+    local: int
     limits: Limits
 
     @classmethod
-    def first(cls, axis: str, wire: str, experts: jax.Array, own: int) -> Round:
+    def first(cls, axis: str, wire: str, experts: jax.Array, local: int) -> Round:
         """The first round of tokens with these experts (T, k), of which a shard has so many."""
         shards, (tokens, k) = jax.lax.axis_size(axis), experts.shape
-        goes = _shard_of(experts, own, shards)
+        goes = _shard_of(experts, local, shards)
         together = _together(goes)
         earlier = jnp.tril(jnp.ones((k, k), bool), -1)
         is_first = (goes >= 0) & ~(together & earlier).any(-1)
         groups = Groups.from_experts(jnp.where(is_first, goes, -1), shards, align=1)
         counts = groups.of_slots(together.sum(-1, dtype=jnp.int32))
         before = jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
-        limits = Limits.of(tokens, k, own * shards, shards)
+        limits = Limits.of(tokens, k, local * shards, shards)
         none = jnp.zeros((), jnp.int32)
-        return cls(experts, groups, before, groups.starts, none, axis, wire, own, limits)
+        return cls(experts, groups, before, groups.starts, none, axis, wire, local, limits)
 
     @property
     def most(self) -> int:
@@ -123,12 +123,12 @@ class Round:
 
         The second is for sums over rows, in which a row counts once.
         """
-        goes = _shard_of(self.experts, self.own, self.begin.shape[0])
+        goes = _shard_of(self.experts, self.local, self.begin.shape[0])
         slots = self.groups.slots
-        each = jnp.where(_together(goes), slots[:, None, :], -1).max(-1)
+        first_slots = jnp.where(_together(goes), slots[:, None, :], -1).max(-1)
         begin, end = self.begin[goes], self.end[goes]
-        row = goes * self.limits.rows + each - begin
-        row = jnp.where((goes >= 0) & (each >= begin) & (each < end), row, -1)
+        row = goes * self.limits.rows + first_slots - begin
+        row = jnp.where((goes >= 0) & (first_slots >= begin) & (first_slots < end), row, -1)
         return row, jnp.where(slots >= 0, row, -1)
 
     # ---- what moves ---
@@ -136,8 +136,8 @@ class Round:
         """The rows that arrive: floats, or MX along their elements."""
         if self.wire == "floats" or moves_as_floats(tokens):
             return self._exchanged(reference.rows_of(tokens.x, self.rows))
-        own = dataclasses.replace(tokens, rows=self.rows)
-        return all_to_all(own.forms()[0].array, self.axis, 0, 0, tiled=True)
+        arrivals = dataclasses.replace(tokens, rows=self.rows)
+        return all_to_all(arrivals.forms()[0].array, self.axis, 0, 0, tiled=True)
 
     def choices(self, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The experts of the rows that arrive, as this shard counts its own, and their weights."""
@@ -146,15 +146,15 @@ class Round:
         rows = self.rows[:, None]
         both = self._exchanged(jnp.where(rows < 0, -1, both[jnp.maximum(self.rows, 0)]))
         ids, bits = jnp.split(both, 2, 1)
-        ids = ids - jax.lax.axis_index(self.axis) * self.own
-        ids = jnp.where((ids >= 0) & (ids < self.own), ids, -1)
+        ids = ids - jax.lax.axis_index(self.axis) * self.local
+        ids = jnp.where((ids >= 0) & (ids < self.local), ids, -1)
         return ids, jax.lax.bitcast_convert_type(bits, jnp.float32)
 
     def back(self, rows: jax.Array) -> jax.Array:
         """(T, D): the results of the rows that arrived, summed for each token in float32."""
         _, first = self.places()
-        each = _taken(self._exchanged(rows), first)
-        return each.astype(jnp.float32).sum(1).astype(rows.dtype)
+        rows_of_choices = _taken(self._exchanged(rows), first)
+        return rows_of_choices.astype(jnp.float32).sum(1).astype(rows.dtype)
 
     def back_choices(self, values: jax.Array) -> jax.Array:
         """(T, k): the values (rows, k) of the choices of rows that arrived."""
@@ -178,9 +178,9 @@ class Round:
         def body(state: Any) -> Any:
             begin, number, _, sums = state
             # Bound to the round, nothing that a round computes of operands alone leaves the loop.
-            begin, own = jax.lax.optimization_barrier((begin, operands))
+            begin, ordered = jax.lax.optimization_barrier((begin, operands))
             one = dataclasses.replace(self, begin=begin, number=number, limits=limits)
-            sums = jax.tree.map(_plus, sums, run(one, own))
+            sums = jax.tree.map(_plus, sums, run(one, ordered))
             return *alike(one.end, number + 1, left(one.end)), sums
 
         first = *alike(self.end, self.number + 1, left(self.end)), sums
@@ -196,9 +196,9 @@ def _plus(a: jax.Array, b: jax.Array) -> jax.Array:
     return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
 
 
-def _shard_of(experts: jax.Array, own: int, shards: int) -> jax.Array:
+def _shard_of(experts: jax.Array, local: int, shards: int) -> jax.Array:
     """The shard of each choice; -1: none."""
-    return jnp.where((experts >= 0) & (experts < own * shards), experts // own, -1)
+    return jnp.where((experts >= 0) & (experts < local * shards), experts // local, -1)
 
 
 def _together(goes: jax.Array) -> jax.Array:

@@ -52,8 +52,8 @@ def axes_of(op: str, experts: Any, tensor: Any) -> Axes:
     Raises:
       TypeError, ValueError: a name is none, or of no axis here.
     """
-    given = {"expert_axis": experts, "tensor_axis": tensor}
-    named = {name: axis for name, axis in given.items() if axis is not None}
+    names = {"expert_axis": experts, "tensor_axis": tensor}
+    named = {name: axis for name, axis in names.items() if axis is not None}
     mesh = jax.sharding.get_abstract_mesh()
     is_manual = set()
     for name, axis in named.items():
@@ -66,7 +66,7 @@ def axes_of(op: str, experts: Any, tensor: Any) -> Axes:
             )
         is_manual.add(axis in mesh.manual_axes)
     if len(is_manual) > 1:
-        raise ValueError(f"{op}: of {given} one is an axis of a jax.shard_map here; map over both")
+        raise ValueError(f"{op}: of {names} one is an axis of a jax.shard_map here; map over both")
     if tensor is not None and tensor == experts:
         raise ValueError(
             f"{op}: expert_axis and tensor_axis are both {tensor!r}; they split different "
@@ -104,11 +104,11 @@ class Mapping(NamedTuple):
             raise ValueError(f"{op}: token_axes want a mesh; set one with jax.set_mesh")
         free = [name for name in mesh.axis_names if name not in (axes.tensor, *mesh.manual_axes)]
         if tokens is None:
-            own = shards_of(x, 0)[0] if is_explicit(mesh) else free
+            split_over = shards_of(x, 0)[0] if is_explicit(mesh) else free
         else:
-            own = (tokens,) if isinstance(tokens, str) else tokens
-        names = tuple(name for name in free if name in own or name == axes.experts)
-        if unknown := set(own) - set(names):
+            split_over = (tokens,) if isinstance(tokens, str) else tokens
+        names = tuple(name for name in free if name in split_over or name == axes.experts)
+        if unknown := set(split_over) - set(names):
             raise ValueError(f"{op}: token_axes {sorted(unknown)} are not among {free}")
         shards = math.prod(mesh.shape[name] for name in names)
         if x.shape[0] % shards:
@@ -153,10 +153,10 @@ def _specs(w: Any, spec: P) -> Any:
     """The specs of a weight's arrays."""
     if not isinstance(w, MXArray | QuantizedWeight):
         return spec
-    own = jax.tree.map(lambda _: P(spec[0]), w)
+    specs = jax.tree.map(lambda _: P(spec[0]), w)
     if isinstance(w, QuantizedWeight):
-        own = dataclasses.replace(own, recipe=jax.tree.map(lambda _: P(), w.recipe))
-    return own
+        specs = dataclasses.replace(specs, recipe=jax.tree.map(lambda _: P(), w.recipe))
+    return specs
 
 
 def halved(w: jax.Array) -> jax.Array:
@@ -165,7 +165,9 @@ def halved(w: jax.Array) -> jax.Array:
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=("experts",), meta_fields=("axis", "wire", "own")
+    jax.tree_util.register_dataclass,
+    data_fields=("experts",),
+    meta_fields=("axis", "wire", "local"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gathered:
@@ -175,13 +177,13 @@ class Gathered:
       experts: int32 (T, k) of this shard's tokens.
       axis: the expert axis, or None: nothing moves.
       wire: how rows move.
-      own: how many experts a shard has.
+      local: how many experts a shard has.
     """
 
     experts: jax.Array
     axis: str | None
     wire: str
-    own: int
+    local: int
     most: ClassVar[int | None] = None
 
     def tokens(self, tokens: Unquantized) -> Any:
@@ -197,8 +199,8 @@ class Gathered:
         weights = weights.astype(jnp.float32)
         if self.axis is None:
             return self.experts, weights
-        each = gathered(self.axis, self.experts) - jax.lax.axis_index(self.axis) * self.own
-        here = jnp.where((each >= 0) & (each < self.own), each, -1)
+        ids = gathered(self.axis, self.experts) - jax.lax.axis_index(self.axis) * self.local
+        here = jnp.where((ids >= 0) & (ids < self.local), ids, -1)
         return here, gathered(self.axis, weights)
 
     def back(self, rows: jax.Array) -> jax.Array:
@@ -213,15 +215,17 @@ class Gathered:
 Trip = Gathered | Round
 
 
-def travel(axis: str, wire: str, way: str | None, experts: jax.Array, own: int, width: int) -> Trip:
-    """How tokens of these experts (T, k) travel to the shards, each of which has `own` experts.
+def travel(
+    axis: str, wire: str, way: str | None, experts: jax.Array, local: int, width: int
+) -> Trip:
+    """How tokens of these experts (T, k) travel to the shards, each of which has `local` experts.
 
     Args:
       axis: the expert axis.
       wire: how rows move, one of `KINDS`.
       way: one of `WAYS`; None: the one that costs less.
       experts: as all shards count them.
-      own: how many a shard has.
+      local: how many a shard has.
       width: elements of a token.
 
     Raises:
@@ -234,13 +238,13 @@ def travel(axis: str, wire: str, way: str | None, experts: jax.Array, own: int, 
                 f"moe: way {ROUNDS!r} wants a known number of tokens; {tokens} is a symbol; pass "
                 "way='gather'"
             )
-        return Gathered(experts, axis, wire, own)
-    costs = Costs.of(tokens, k, own * shards, shards, width, wire)
+        return Gathered(experts, axis, wire, local)
+    costs = Costs.of(tokens, k, local * shards, shards, width, wire)
     way = way or costs.least
     experts = noted(experts, f"moe over {axis!r}: {costs.sentence(way)}")
     if way == ROUNDS:
-        return Round.first(axis, wire, experts, own)
-    return Gathered(experts, axis, wire, own)
+        return Round.first(axis, wire, experts, local)
+    return Gathered(experts, axis, wire, local)
 
 
 def gathered(axis: str | None, rows: jax.Array) -> jax.Array:

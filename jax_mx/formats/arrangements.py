@@ -165,14 +165,14 @@ def _merged(x: jax.Array, runs: list[int]) -> jax.Array:
     if runs == [1] * x.ndim:
         return x
     shape, spec, at = [], [], 0
-    own = list(spec_of(x))
+    entries = list(spec_of(x))
     for n in runs:
         shape.append(math.prod(x.shape[at : at + n]))
-        spec.append(own[at] if n else None)
-        own[at + 1 : at + n] = [None] * max(n - 1, 0)  # only the first may stay split
+        spec.append(entries[at] if n else None)
+        entries[at + 1 : at + n] = [None] * max(n - 1, 0)  # only the first may stay split
         at += n
-    if is_explicit(jax.typeof(x).sharding.mesh) and tuple(own) != spec_of(x):
-        x = resharded(x, own, jax.typeof(x).sharding.mesh)
+    if is_explicit(jax.typeof(x).sharding.mesh) and tuple(entries) != spec_of(x):
+        x = resharded(x, entries, jax.typeof(x).sharding.mesh)
     return reshape(x, tuple(shape), tuple(spec))
 
 
@@ -183,10 +183,10 @@ def _unmerged(x: jax.Array, at: int, parts: Sequence[tuple[Dims, bool]]) -> jax.
     """
     shape, spec = list(x.shape[:at]), list(spec_of(x)[:at])
     for lengths, is_one in parts:
-        own = spec_of(x)[at : at + (1 if is_one else len(lengths))]
-        at += len(own)
+        entries = spec_of(x)[at : at + (1 if is_one else len(lengths))]
+        at += len(entries)
         shape += lengths
-        spec += [*own, *[None] * (len(lengths) - 1)][: len(lengths)] if is_one else own
+        spec += [*entries, *[None] * (len(lengths) - 1)][: len(lengths)] if is_one else entries
     return x if tuple(shape) == x.shape else reshape(x, tuple(shape), tuple(spec))
 
 
@@ -351,8 +351,8 @@ def check_contracted(op: str, shape: Dims, contracting: Dims, unit: int) -> None
 
 def what_of(unit: int) -> str:
     """Words for the unit that must divide a length."""
-    what = "the block length" if unit == BLOCK else "the size of the recipe's Hadamard transform,"
-    return f"{what} {unit}"
+    name = "the block length" if unit == BLOCK else "the size of the recipe's Hadamard transform,"
+    return f"{name} {unit}"
 
 
 def dimensions_of(op: str, lhs: Dims, rhs: Dims, numbers: Any) -> tuple[tuple[Dims, Dims], ...]:
@@ -383,11 +383,11 @@ def dimensions_of(op: str, lhs: Dims, rhs: Dims, numbers: Any) -> tuple[tuple[Di
         for shape, dims in zip((lhs, rhs), sides, strict=True)
     ]
     (lc, lb), (rc, rb) = counted
-    for kind, left, right in (("contracted", lc, rc), ("batch", lb, rb)):
+    for role, left, right in (("contracted", lc, rc), ("batch", lb, rb)):
         a, b = [lhs[d] for d in left], [rhs[d] for d in right]
         if a != b:
             raise ValueError(
-                f"{op}: {kind} dimensions are {a} of lhs and {b} of rhs; they must agree"
+                f"{op}: {role} dimensions are {a} of lhs and {b} of rhs; they must agree"
             )
     return (lc, rc), (lb, rb)
 

@@ -161,10 +161,10 @@ def rescaled(
     magnitude = codes & np.uint32(2 ** (format.bits - 1) - 1)
     significand, exponent = _decode(magnitude, format.exponent_bits, format.mantissa_bits)
     exponent = exponent + scale.astype(jnp.int32) - to.astype(jnp.int32)
-    found = _encode(significand, exponent, format.mantissa_bits, format.bias, format.max_code)
-    found = jnp.where(magnitude > np.uint32(format.max_code), magnitude, found)
-    found = found | (codes - magnitude)
-    return jnp.where(to == np.uint32(SCALE_NAN), np.uint32(format.nan_code), found)
+    shifted = _encode(significand, exponent, format.mantissa_bits, format.bias, format.max_code)
+    shifted = jnp.where(magnitude > np.uint32(format.max_code), magnitude, shifted)
+    shifted = shifted | (codes - magnitude)
+    return jnp.where(to == np.uint32(SCALE_NAN), np.uint32(format.nan_code), shifted)
 
 
 # ---- stochastic rounding ---
@@ -235,13 +235,13 @@ def _butterfly(x: jax.Array, axis: int, stride: int) -> jax.Array:
 
 def flipped(
     x: jax.Array,
-    words: jax.Array,  # uint32, of length 1 along `along`
+    masks: jax.Array,  # uint32, of length 1 along `along`
     along: int,
 ) -> jax.Array:
     """x with the signs of a block's elements i flipped where bit i of its word is set."""
-    lead = [1] * (words.ndim + along)
-    place = np.arange(BLOCK, dtype=np.uint32).reshape(*lead, BLOCK, *[1] * (-1 - along))
-    sign = (words >> place & np.uint32(1)) << np.uint32(31)
+    lead = [1] * (masks.ndim + along)
+    bit = np.arange(BLOCK, dtype=np.uint32).reshape(*lead, BLOCK, *[1] * (-1 - along))
+    sign = (masks >> bit & np.uint32(1)) << np.uint32(31)
     return jax.lax.bitcast_convert_type(float32_bits(x) ^ sign, jnp.float32)
 
 
@@ -271,10 +271,10 @@ def product(x: jax.Array, y: jax.Array) -> jax.Array:
     So NVIDIA's GPUs flush (all of 2^22 pairs near 2^-126 on an H200, 2026-11-25). A subnormal has
     fewer bits, so that what is less may be rounded to 2^-126; times 2^126 it has all of them.
     """
-    found = flushed(x * y)
+    rounded = flushed(x * y)
     wide = jnp.abs(x * np.float32(2.0**63)) * jnp.abs(y * np.float32(2.0**63))
-    less = (jnp.abs(found) == np.finfo(np.float32).tiny) & (wide < 1)
-    return jnp.where(less, jnp.copysign(jnp.zeros_like(found), found), found)
+    less = (jnp.abs(rounded) == np.finfo(np.float32).tiny) & (wide < 1)
+    return jnp.where(less, jnp.copysign(jnp.zeros_like(rounded), rounded), rounded)
 
 
 def flushed(x: jax.Array) -> jax.Array:
@@ -387,22 +387,22 @@ def rows_of(x: jax.Array, rows: jax.Array, sharding: Any = None) -> jax.Array:
       rows: (R,) int32, or of any shape, which takes R's place.
       sharding: of the result, on a mesh with explicit axes.
     """
-    how = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
+    options = {"mode": "fill", "fill_value": 0, "wrap_negative_indices": False}
     if isinstance(x.shape[0], int) and x.shape[0] == 0:  # JAX takes no row of nothing
         x = jnp.pad(x, ((0, 1), (0, 0)))
     # As bits: where x is split along its rows, XLA adds up what its parts have, and -0 + 0 is 0.
     # In words where rows have whole ones: XLA's gather of bytes takes longer.
     dtype, size = x.dtype, x.dtype.itemsize
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}"))
-    each = 4 // size  # elements of a word
+    per_word = 4 // size  # elements of a word
     known = all(isinstance(n, int) for n in (*x.shape, *rows.shape))  # else XLA cannot cast them
     typed = sharding is not None or is_explicit(jax.typeof(x).sharding.mesh)  # a word may be split
-    if each > 1 and known and not typed and x.shape[-1] % each == 0:
-        words = jax.lax.bitcast_convert_type(
-            bits.reshape(x.shape[0], x.shape[-1] // each, each), jnp.uint32
+    if per_word > 1 and known and not typed and x.shape[-1] % per_word == 0:
+        uint32s = jax.lax.bitcast_convert_type(
+            bits.reshape(x.shape[0], x.shape[-1] // per_word, per_word), jnp.uint32
         )
-        found = jax.lax.bitcast_convert_type(words.at[rows].get(**how), bits.dtype)
-        found = found.reshape(*found.shape[:-2], x.shape[-1])
+        gathered = jax.lax.bitcast_convert_type(uint32s.at[rows].get(**options), bits.dtype)
+        gathered = gathered.reshape(*gathered.shape[:-2], x.shape[-1])
     else:
-        found = bits.at[rows].get(**how, out_sharding=sharding)
-    return jax.lax.bitcast_convert_type(found, dtype)
+        gathered = bits.at[rows].get(**options, out_sharding=sharding)
+    return jax.lax.bitcast_convert_type(gathered, dtype)

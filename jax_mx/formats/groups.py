@@ -6,13 +6,13 @@ import jax.numpy as jnp
 
 def clamped(sizes: jax.Array, rows: int) -> jax.Array:
     """Sizes of groups, int32 (G,), as far as there are rows; negative ones are 0."""
-    own = jnp.clip(sizes, 0, rows)
+    counts = jnp.clip(sizes, 0, rows)
     known = isinstance(rows, int) and isinstance(sizes.shape[0], int)
     if known and rows * sizes.shape[0] < 1 << 31:
-        ends = jnp.minimum(jnp.cumsum(own), rows)
+        ends = jnp.minimum(jnp.cumsum(counts), rows)
     else:  # the first end beyond the rows is no more than twice as many, later ones may wrap
-        own = own.astype(jnp.uint32)
-        ends = jnp.minimum(jnp.cumsum(own, dtype=jnp.uint32), jnp.uint32(rows))
+        counts = counts.astype(jnp.uint32)
+        ends = jnp.minimum(jnp.cumsum(counts, dtype=jnp.uint32), jnp.uint32(rows))
         ends = jax.lax.cummax(ends).astype(jnp.int32)
     return jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
 

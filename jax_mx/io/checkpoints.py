@@ -49,9 +49,9 @@ def from_checkpoint(tree: Tree) -> Tree:
         dtypes than it has, or uses words that this version does not know.
     """
     if isinstance(tree, Mapping):
-        found = _parts_of(tree)
-        if found is not None:
-            return MXArray.from_parts(**found)
+        parts = _parts_of(tree)
+        if parts is not None:
+            return MXArray.from_parts(**parts)
         return {key: from_checkpoint(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
         return type(tree)(map(from_checkpoint, tree))
@@ -159,10 +159,10 @@ def _replace(op: str, target: Path, content: Iterable[bytes | memoryview]) -> No
     there = target.stat() if target.exists() else None
     if there is not None and not stat.S_ISREG(there.st_mode):
         raise ValueError(f"{op}: {target} is no file; name one, or what is to become one")
-    with files.whole(target) as beside:
-        files.write(beside, content)
+    with files.whole(target) as partial_file:
+        files.write(partial_file, content)
         if there is not None:
-            beside.chmod(stat.S_IMODE(there.st_mode))
+            partial_file.chmod(stat.S_IMODE(there.st_mode))
 
 
 def _content(
@@ -338,7 +338,7 @@ def load_safetensors(
                 )
             arrays[name] = _placed(flat.reshape(entry["shape"]), wanted.get(name))
             jax.block_until_ready(arrays[name])  # the host holds one at a time
-    found: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     for name, description in descriptions_in(op, texts).items():
         parts: dict[str, Any] = {
             part: arrays.pop(f"{name}.{part}", None) for part in ("values", "scales")
@@ -346,15 +346,15 @@ def load_safetensors(
         if missing := [part for part, array in parts.items() if array is None]:
             raise ValueError(f"{op}: the file describes {name!r} and has no '{name}.{missing[0]}'")
         try:
-            found[name] = MXArray.from_parts(**parts, **metadata.read(op, description))
+            loaded[name] = MXArray.from_parts(**parts, **metadata.read(op, description))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{op}: {name!r} is not what the file says of it: {error}") from error
-    if twice := found.keys() & arrays.keys():
+    if twice := loaded.keys() & arrays.keys():
         raise ValueError(f"{op}: the file has an array {min(twice)!r} and describes an MXArray so")
-    found |= arrays
+    loaded |= arrays
     if like is not None:
-        require_alike(op, found, like)
-    return found
+        require_alike(op, loaded, like)
+    return loaded
 
 
 def _elements(file: IO[bytes], dtype: np.dtype, count: int) -> np.ndarray:
@@ -385,15 +385,15 @@ def descriptions_in(op: str, texts: Mapping[str, str]) -> dict[str, dict[str, An
     """
     text = texts.get(_KEY, "{}")
     try:
-        found = json.loads(text)
+        descriptions = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+        descriptions = None
+    if not isinstance(descriptions, dict) or {*map(type, descriptions.values())} - {dict}:
         raise ValueError(
             f"{op}: the file's metadata have {shown(text)} under {_KEY!r}, which describes no "
             "MXArrays; write the file again"
         )
-    return found
+    return descriptions
 
 
 def header_of(
@@ -436,31 +436,31 @@ def tensors_in(path: str | os.PathLike) -> tuple[dict[str, dict[str, Any]], int]
 
 def dtype_of(op: str, name: str, dtype: str) -> np.dtype:
     """The dtype that a file calls so."""
-    kind = _DTYPES.get(dtype)
-    if kind is None:
+    stored = _DTYPES.get(dtype)
+    if stored is None:
         try:
-            kind = np.dtype(dtype[0].lower() + str(int(dtype[1:]) // 8))
+            stored = np.dtype(dtype[0].lower() + str(int(dtype[1:]) // 8))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{op}: {name!r} has the dtype {dtype}, which jax_mx does not read; write it as "
                 "bytes (U8), or as floats of a dtype that JAX has"
             ) from error
-    kind = np.dtype(kind)
-    if (kept := jax.dtypes.canonicalize_dtype(kind)) != kind:
+    stored = np.dtype(stored)
+    if (kept := jax.dtypes.canonicalize_dtype(stored)) != stored:
         raise ValueError(
-            f"{op}: {name!r} is {kind}, which JAX would take for {kept}; set jax_enable_x64"
+            f"{op}: {name!r} is {stored}, which JAX would take for {kept}; set jax_enable_x64"
         )
-    return kind
+    return stored
 
 
-def require_alike(op: str, found: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+def require_alike(op: str, loaded: Mapping[str, Any], like: Mapping[str, Any]) -> None:
     """Raises ValueError where what was found is not what was expected."""
-    if missing := sorted(like.keys() - found.keys()):
+    if missing := sorted(like.keys() - loaded.keys()):
         raise ValueError(f"{op}: the file has no {missing[0]!r}")
-    if more := sorted(found.keys() - like.keys()):
+    if more := sorted(loaded.keys() - like.keys()):
         raise ValueError(f"{op}: the file has {more[0]!r}, which is not expected")
     for name, want in like.items():
-        got = found[name]
+        got = loaded[name]
         if not hasattr(want, "dtype") or not hasattr(want, "shape"):
             raise TypeError(f"{op}: like has {shown(want)} for {name!r}, must have an array")
         if isinstance(got, MXArray) != isinstance(want, MXArray):

@@ -98,10 +98,10 @@ def load_experts(
     except TypeError as error:
         raise TypeError(f"{OP}: layer must be an int, got {shown(layer)}") from error
     files = Files(OP, path)
-    found = _Layer.of(files, layer)
-    size = sum(tensor.nbytes for tensor in found.tensors.values())
+    experts = _Layer.of(files, layer)
+    size = sum(tensor.nbytes for tensor in experts.tensors.values())
     with files.progress(size, progress):
-        return found.read(files, _shardings(sharding))
+        return experts.read(files, _shardings(sharding))
 
 
 # ---- a layer ---
@@ -118,8 +118,8 @@ class _Layer(NamedTuple):
         Raises:
           ValueError: it is not there, or something else.
         """
-        for prefix, words in NAMES.items():
-            names = {word: prefix.format(layer=layer) + name for word, name in words.items()}
+        for prefix, suffixes in NAMES.items():
+            names = {word: prefix.format(layer=layer) + name for word, name in suffixes.items()}
             if any(name in files.places for name in names.values()):
                 break
         else:
@@ -131,9 +131,9 @@ class _Layer(NamedTuple):
                 raise ValueError(
                     f"{OP}: layer {layer} has no {name!r}" + hint * (kept in files.places)
                 )
-        found = cls({word: files[name] for word, name in names.items()}, names)
-        found._check()
-        return found
+        entry = cls({word: files[name] for word, name in names.items()}, names)
+        entry._check()
+        return entry
 
     def _check(self) -> None:
         for word, tensor in self.tensors.items():
@@ -190,9 +190,9 @@ class _Layer(NamedTuple):
 def _missing(files: Files, layer: int) -> str:
     """The words for the layers that are there instead of a missing one."""
     layers = set()
-    for prefix, words in NAMES.items():
+    for prefix, suffixes in NAMES.items():
         before, after = prefix.split("{layer}")
-        end = after + words["gate_up_blocks"]
+        end = after + suffixes["gate_up_blocks"]
         for name in files.places:
             number = name.removeprefix(before).removesuffix(end)
             if name == before + number + end and re.fullmatch("[0-9]+", number):
@@ -202,23 +202,24 @@ def _missing(files: Files, layer: int) -> str:
         return f"the files have no experts in MXFP4, such as {first!r}"
     numbers = sorted(layers)
     whole = len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1
-    found = f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
-    return f"there is no layer {layer}; the files have {found}"
+    present = f"{numbers[0]} to {numbers[-1]}" if whole else ", ".join(map(str, numbers))
+    return f"there is no layer {layer}; the files have {present}"
 
 
 def _shardings(sharding: Any) -> Mapping[str, jax.sharding.Sharding]:
     """By the name of an array."""
     if sharding is None:
         return {}
-    each = sharding if isinstance(sharding, Mapping) else dict.fromkeys(Experts._fields, sharding)
-    if unknown := [name for name in each if name not in Experts._fields]:
+    whole = isinstance(sharding, Mapping)
+    shardings = sharding if whole else dict.fromkeys(Experts._fields, sharding)
+    if unknown := [name for name in shardings if name not in Experts._fields]:
         raise ValueError(
             f"{OP}: sharding names {unknown[0]!r}; the arrays are {', '.join(Experts._fields)}"
         )
-    for value in each.values():
+    for value in shardings.values():
         if not isinstance(value, jax.sharding.Sharding):
             raise TypeError(
                 f"{OP}: sharding must be a Sharding such as jax.sharding.NamedSharding, or one by "
                 f"the name of each array, got {shown(value)}"
             )
-    return each
+    return shardings

@@ -56,12 +56,12 @@ def unpack_mxfp6(packed: jax.typing.ArrayLike) -> jax.Array:
     return _regrouped("unpack_mxfp6", packed, 3, 8, 4, 6)
 
 
-def _regrouped(op: str, given: Any, n: int, width: int, into: int, to: int) -> jax.Array:
+def _regrouped(op: str, array: Any, n: int, width: int, into: int, to: int) -> jax.Array:
     """Each `n` numbers of `width` bits as `into` numbers of `to` bits, the lowest first."""
-    if getattr(given, "dtype", None) != jnp.uint8:
-        found = getattr(given, "dtype", type(given).__name__)
-        raise TypeError(f"{op}: it takes bytes, uint8, got {found}")
-    x = jnp.asarray(given)
+    if getattr(array, "dtype", None) != jnp.uint8:
+        got = getattr(array, "dtype", type(array).__name__)
+        raise TypeError(f"{op}: it takes bytes, uint8, got {got}")
+    x = jnp.asarray(array)
     if x.ndim < 1 or x.shape[-1] % n:
         raise ValueError(f"{op}: {n} must divide the last axis, the shape is {x.shape}")
     x = gathered(x, x.shape, (n,))

@@ -110,10 +110,7 @@ def rms_norm(
         residual = _array_in_shape(op, "residual", residual, x.shape)
         if residual.dtype != x.dtype:
             raise TypeError(f"{op}: x is {x.dtype}, residual is {residual.dtype}; convert one")
-    if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating):
-        raise TypeError(f"{op}: eps must be a number, got {shown(eps)}")
-    if not 0 <= eps <= float(np.finfo(np.float32).max):  # Python compares with any int
-        raise ValueError(f"{op}: eps must be finite and at least 0, got {eps}")
+    eps = eps_of(op, eps)
     quantizer = quantizer_of(op, format, both, options)
     wanted = format is None if floats is None else flag(op, "floats", floats)
     by_rows = options.get("rows") is not None  # of the result, whose padding is zeros
@@ -121,7 +118,6 @@ def rms_norm(
     leaves, tree = jax.tree.flatten((x, residual, weight))
     operands = tree.unflatten(private.vary_alike(*leaves) if len(leaves) > 1 else leaves)
     stop = jax.lax.stop_gradient if wanted else lambda y: y  # codes have no derivative
-    eps = float(np.float32(eps))
     y = quantized = None
     if quantizer is None or by_rows:
         y, total, factor = _normed(eps, None, *operands)
@@ -138,6 +134,19 @@ def rms_norm(
         None if residual is None else total,
         _plain(factor) if flag(op, "factors", factors) else None,
     )
+
+
+def eps_of(op: str, eps: Any) -> float:
+    """The number that a kernel takes.
+
+    Raises:
+      TypeError, ValueError: it is no number that is finite and at least 0.
+    """
+    if isinstance(eps, bool) or not isinstance(eps, int | float | np.integer | np.floating):
+        raise TypeError(f"{op}: eps must be a number, got {shown(eps)}")
+    if not 0 <= eps <= float(np.finfo(np.float32).max):  # Python compares with any int
+        raise ValueError(f"{op}: eps must be finite and at least 0, got {eps}")
+    return float(np.float32(eps))
 
 
 def _array_in_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> jax.Array:

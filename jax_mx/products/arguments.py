@@ -24,7 +24,7 @@ from jax_mx.quantizing.mxarray import MXArray, checked
 
 RESIDUALS = ("mx", "floats", "inputs")  # what `mlp` and `moe` keep of gate and up
 
-# What jax.lax.dot_general takes as a precision by name; of these, what FP8 tensor cores give.
+# Names of precisions that jax.lax.dot_general takes, and those that FP8 tensor cores give.
 PRECISIONS = (
     *("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32"),
     *("highest", "float32", *(preset.name for preset in jax.lax.DotAlgorithmPreset)),
@@ -99,10 +99,10 @@ def is_exact(op: str, precision: Any) -> bool:
         config: Any = jax.config
         precision = config.jax_default_matmul_precision
     if isinstance(precision, jax.lax.DotAlgorithm):  # a tuple, too
-        sizes = [jnp.dtype(each).itemsize for each in precision[:3]]
+        sizes = [jnp.dtype(dtype).itemsize for dtype in precision[:3]]
         return sizes[2] > 2 and sizes[:2] != [1, 1]
     if isinstance(precision, tuple | list):
-        return any(_names_more(op, each) for each in precision)
+        return any(_names_more(op, entry) for entry in precision)
     return _names_more(op, precision)
 
 
@@ -123,10 +123,10 @@ def check_quantized(op: str, name: str, x: Any, side: Arrangement) -> None:
       ValueError: so it is.
     """
     if isinstance(x, QuantizedWeight):
-        if (own := x.arrangement) != side:
+        if (now := x.arrangement) != side:
             raise ValueError(
-                f"{op}: {name} was quantized for contracted dimensions {[*own.contracted_dims]} "
-                f"and batch dimensions {[*own.order[: own.batch]]}; pass those of this product to "
+                f"{op}: {name} was quantized for contracted dimensions {[*now.contracted_dims]} "
+                f"and batch dimensions {[*now.order[: now.batch]]}; pass those of this product to "
                 "Recipe.quantize_weight"
             )
     if not isinstance(x, MXArray):
@@ -138,10 +138,10 @@ def check_quantized(op: str, name: str, x: Any, side: Arrangement) -> None:
         remedy = f"quantize it along dimension {last}"
         if x.shape[last] % BLOCK:
             remedy = f"{remedy}, the last of them, once 32 divides it"
-        what = f"dimension{'s' * (len(dims) > 1)} {', '.join(map(str, dims))}"
+        dimensions = f"dimension{'s' * (len(dims) > 1)} {', '.join(map(str, dims))}"
         raise ValueError(
             f"{op}: {name} has blocks along dimension {', '.join(map(str, spans))}, the product "
-            f"contracts {what}; {remedy}"
+            f"contracts {dimensions}; {remedy}"
         )
 
 
@@ -269,8 +269,8 @@ def weight_of(op: str, name: str, w: Any, length: int, recipe: Recipe) -> Weight
 
 
 def _check_made_for_groups(op: str, name: str, w: QuantizedWeight) -> None:
-    own = w.arrangement
-    if (own.contracted_dims, own.order[: own.batch]) != ((1,), (0,)):
+    arrangement = w.arrangement
+    if (arrangement.contracted_dims, arrangement.order[: arrangement.batch]) != ((1,), (0,)):
         raise ValueError(
             f"{op}: {name} was quantized for another product; use "
             "recipe.quantize_weight(w, contracting=1, batch=0)"

@@ -83,10 +83,10 @@ def resolved_for_groups(op: str, recipe: Any, operands: Sequence[Any]) -> Recipe
 def resolved_for_weights(op: str, recipe: Any, w: Any, grouped: bool = False) -> Recipe:
     """The recipe that quantizes weights once for many products; it does not say who chose it."""
     if grouped:
-        found = resolved_for_groups(op, recipe, [w])
+        concrete = resolved_for_groups(op, recipe, [w])
     else:
-        found = resolved(op, recipe, [w], lambda: ())
-    return dataclasses.replace(found, chosen=None)
+        concrete = resolved(op, recipe, [w], lambda: ())
+    return dataclasses.replace(concrete, chosen=None)
 
 
 def _resolved(
@@ -139,7 +139,8 @@ def _is_small(sizes: Sizes) -> bool:
         return False
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    shards = math.prod(mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual)
+    split = [name for name, axis_type in kinds if axis_type != AxisType.Manual]
+    shards = math.prod(mesh.shape[name] for name in split)
     rows, *others = sizes
     return 0 in sizes or LEAST * (shards / rows + sum(1 / n for n in others)) > 1
 

@@ -180,27 +180,27 @@ def _to_json(entry: Measured) -> dict[str, Any]:
     return {**key, "chosen": entry.chosen, "costs": dict(entry.costs), "on": entry.on}
 
 
-def _from_json(found: Mapping[str, Any]) -> Measured:
-    costs = {str(name): cost for name, cost in found["costs"].items()}
-    texts = [found[name] for name in ("op", "chip", "how", "version", "on")]
-    if not all(isinstance(text, str) for text in (*texts, *found["operands"])) or not all(
+def _from_json(entry: Mapping[str, Any]) -> Measured:
+    costs = {str(name): cost for name, cost in entry["costs"].items()}
+    texts = [entry[name] for name in ("op", "chip", "how", "version", "on")]
+    if not all(isinstance(text, str) for text in (*texts, *entry["operands"])) or not all(
         isinstance(cost, str | int | float) for cost in costs.values()
     ):
         raise TypeError
-    op, chip, how, version, on = texts
-    chosen = found["chosen"]
+    op, chip, options, version, on = texts
+    chosen = entry["chosen"]
     if chosen is not None and not isinstance(costs.get(chosen), int | float):
         raise ValueError  # what is chosen was measured
     return Measured(
-        Key(op, chip, tuple(found["operands"]), how, version), chosen, (*costs.items(),), on
+        Key(op, chip, tuple(entry["operands"]), options, version), chosen, (*costs.items(),), on
     )
 
 
 def to_text(choice: Choice) -> str:
     """A choice as files have it."""
     entries = [_to_json(entry) for entry in choice.entries]
-    found = {"jax_mx_tuning": VERSION, "notes": choice.notes, "entries": entries}
-    return json.dumps(found, indent=1) + "\n"
+    content = {"jax_mx_tuning": VERSION, "notes": choice.notes, "entries": entries}
+    return json.dumps(content, indent=1) + "\n"
 
 
 def from_text(text: str) -> Choice:
@@ -208,20 +208,20 @@ def from_text(text: str) -> Choice:
     return _parsed("autotune: what process 0 sent", text.encode())
 
 
-def _parsed(what: str, text: bytes) -> Choice:
-    damaged = f"{what} is damaged, or no file that Choice.save wrote; autotune and save again"
+def _parsed(name: str, text: bytes) -> Choice:
+    damaged = f"{name} is damaged, or no file that Choice.save wrote; autotune and save again"
     try:
-        found = json.loads(text)
-        version = found["jax_mx_tuning"]
+        content = json.loads(text)
+        version = content["jax_mx_tuning"]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(damaged) from error
     if version != VERSION:
         raise ValueError(
-            f"{what} has version {shown(version)}, this jax_mx reads version {VERSION}; autotune "
+            f"{name} has version {shown(version)}, this jax_mx reads version {VERSION}; autotune "
             "and save again"
         )
     try:
-        return Choice.of(map(_from_json, found["entries"]), [*map(str, found["notes"])])
+        return Choice.of(map(_from_json, content["entries"]), [*map(str, content["notes"])])
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(damaged) from error
 
@@ -235,19 +235,19 @@ def of_environment(path: str) -> Choice:
     Raises:
       ValueError: the file cannot be read.
     """
-    what = f"{ENVIRONMENT}: {path}"
+    name = f"{ENVIRONMENT}: {path}"
     try:
         text = Path(path).read_bytes()
     except OSError as error:
         raise ValueError(
-            f"{what} cannot be read ({error.strerror}); unset it, or name a file of Choice.save"
+            f"{name} cannot be read ({error.strerror}); unset it, or name a file of Choice.save"
         ) from error
-    choice = _parsed(what, text)
+    choice = _parsed(name, text)
     versions = {entry.key.version for entry in choice.entries} - {__version__}
     if versions:
         logger.warning(
             "jax_mx: %s has entries of version %s, this is %s; they do not count, autotune again",
-            what,
+            name,
             ", ".join(sorted(versions)),
             __version__,
         )
@@ -279,13 +279,13 @@ def of_this_version(choice: Choice) -> Choice:
 
 def known(chip: str) -> list[tuple[str, Choice]]:
     """The choices that apply to a chip, and where each comes from; the first one counts most."""
-    found = []
+    choices = []
     if context.value is not None:
-        found.append(("context", context.value))
+        choices.append(("context", context.value))
     if path := os.environ.get(ENVIRONMENT):
-        found.append((f"{ENVIRONMENT} ({path})", of_environment(path)))
-    found.append((f"table for {chip}", shipped(chip)))
-    return found
+        choices.append((f"{ENVIRONMENT} ({path})", of_environment(path)))
+    choices.append((f"table for {chip}", shipped(chip)))
+    return choices
 
 
 # ---- tables ---
@@ -302,16 +302,16 @@ def table(heads: Sequence[str], rows: Sequence[tuple]) -> list[str]:
     reasons: dict[str, int] = {}
     lines = [("call", *heads, *(f"{name}, us" for name in names))]
     for key, *cells, costs in rows:
-        found = dict(costs)
-        each = []
+        cost_by_name = dict(costs)
+        cells_of_costs = []
         for name in names:
-            cost = found.get(name, "")
+            cost = cost_by_name.get(name, "")
             if isinstance(cost, str):
                 cost = f"[{reasons.setdefault(cost, len(reasons) + 1)}]" if cost else ""
             else:
                 cost = f"{cost:.1f}"
-            each.append(cost)
-        lines.append((str(key), *cells, *each))
+            cells_of_costs.append(cost)
+        lines.append((str(key), *cells, *cells_of_costs))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [
         "  ".join(

@@ -46,6 +46,7 @@ class Numbers:
       over_rows: whether it sums over rows, as the gradient of a weight does.
       moved: the dtype in which sums of devices' parts move, where that is not the result's.
       caller: the public function that names the implementation, for its refusal; else "".
+      fast: whether tensor cores may add up all of a sum, with fewer bits than float32 has.
     """
 
     contracting: tuple[Dims, Dims]
@@ -60,6 +61,7 @@ class Numbers:
     over_rows: bool = False
     moved: np.dtype | None = None
     caller: str = ""
+    fast: bool = False
 
     @property
     def dimensions(self) -> tuple[tuple[Dims, Dims], tuple[Dims, Dims]]:

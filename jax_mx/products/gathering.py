@@ -95,10 +95,10 @@ def gather_weight(
     split = gathered
     if not inside and is_explicit(jax.typeof(w).sharding.mesh):
         split = tuple(map(names_in, spec_of(w)))
-        for dim, (names, own) in enumerate(zip(gathered, split, strict=True)):
-            if own[len(own) - len(names) :] != names:
+        for dim, (names, axes) in enumerate(zip(gathered, split, strict=True)):
+            if axes[len(axes) - len(names) :] != names:
                 raise ValueError(
-                    f"{OP}: dimension {dim} of w is split over {own or 'nothing'}, and cannot be "
+                    f"{OP}: dimension {dim} of w is split over {axes or 'nothing'}, and cannot be "
                     f"gathered from {names}; spec names the last of the axes that split it"
                 )
     static = _Gather(mesh, gathered, split, *dims, bool(inside), recipe.units)
@@ -303,14 +303,14 @@ def _each(
       move: of an array, and of which of its axes each axis of the arranged weight is.
     """
     done: dict[int, Any] = {}
-    found = []
+    moved = []
     for form, along in zip(forms, (side.axis, -3 - side.axis), strict=True):
         n = form.array.ndim
         last = (n - 2, n - 1) if form.axis == along else (n - 1, n - 2)
         if id(form.array) not in done:
             done[id(form.array)] = move(form.array, (*range(n - 2), *last))
-        found.append(dataclasses.replace(form, array=done[id(form.array)]))
-    first, second = found
+        moved.append(dataclasses.replace(form, array=done[id(form.array)]))
+    first, second = moved
     return first, second
 
 

@@ -250,12 +250,12 @@ def _unsplit(x: jax.Array) -> jax.Array:
 
 def _positive(op: str, name: str, value: Any, least: int = 1) -> int:
     try:
-        found = whole(value)
+        number = whole(value)
     except TypeError as error:
         raise TypeError(f"{op}: {name} must be an int, got {shown(value)}") from error
-    if found < least:
-        raise ValueError(f"{op}: {name} must be {least} or more, got {found}")
-    return found
+    if number < least:
+        raise ValueError(f"{op}: {name} must be {least} or more, got {number}")
+    return number
 
 
 def slots_for(choices: int, num_experts: int, align: int) -> int:
@@ -322,22 +322,22 @@ def ranks_by_sorting(flat: jax.Array, number: int) -> tuple[jax.Array, jax.Array
     none, _ = vary_alike(jnp.zeros(number + 1, jnp.int32), flat)  # adding nothing keeps its type
     counts = none.at[flat].add(1)
     starts = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    place = jnp.arange(flat.shape[0], dtype=jnp.int32) - starts[flat[order]]
-    return jnp.zeros_like(flat).at[order].set(place, unique_indices=True), counts[:number]
+    rank = jnp.arange(flat.shape[0], dtype=jnp.int32) - starts[flat[order]]
+    return jnp.zeros_like(flat).at[order].set(rank, unique_indices=True), counts[:number]
 
 
 def ranks_by_counting(flat: jax.Array, number: int) -> tuple[jax.Array, jax.Array]:
     """See `_ranks`: the earlier ones in the same chunk, plus all in earlier chunks."""
     n = flat.shape[0]
     chunks = -(-n // _CHUNK)
-    each = jnp.pad(flat, (0, chunks * _CHUNK - n), constant_values=number).reshape(chunks, _CHUNK)
+    ids = jnp.pad(flat, (0, chunks * _CHUNK - n), constant_values=number).reshape(chunks, _CHUNK)
     earlier = np.tri(_CHUNK, k=-1, dtype=bool)[None]
-    same = (each[:, :, None] == each[:, None, :]) & earlier
-    own = same.sum(-1, dtype=jnp.int32)
+    same = (ids[:, :, None] == ids[:, None, :]) & earlier
+    earlier_alike = same.sum(-1, dtype=jnp.int32)
     experts = jnp.arange(number, dtype=jnp.int32)[None, :, None]
-    histograms = (each[:, None, :] == experts).sum(-1, dtype=jnp.int32)
+    histograms = (ids[:, None, :] == experts).sum(-1, dtype=jnp.int32)
     ends = jnp.cumsum(histograms, 0, dtype=jnp.int32)
     before = jnp.pad(ends - histograms, ((0, 0), (0, 1)))
-    before = jnp.take_along_axis(before, each, 1)
+    before = jnp.take_along_axis(before, ids, 1)
     counts = histograms.sum(0, dtype=jnp.int32)
-    return (own + before).reshape(-1)[:n], counts
+    return (earlier_alike + before).reshape(-1)[:n], counts

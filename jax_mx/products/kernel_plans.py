@@ -16,9 +16,11 @@ other sums. The cores cut each product at 2^-13 of the largest one and of the wi
 So an element is off by at most window * 2^-13 * sum `|x||w|`, where a window "row" counts as 256.
 An H200 was measured for K from 128 to 65,536, relative to sum `|x||w|`. Normal numbers are off by
 at most 4e-4 (of y's norm 1.3e-4 for windows of 128, 2.1e-4 for 256). Numbers of one sign are off by
-at most 4e-3. Where one product in each window is 2^13 times the others, it is 2.1e-2.
+at most 4e-3. Where one product in each window is 2^13 times the others, it is 2.1e-2. With fast
+accumulation K is the window: numbers of one sign are off by 7 % for K 4096.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -27,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_mx.formats.checks import is_symbolic
-from jax_mx.formats.formats import BLOCK, Format
+from jax_mx.formats.formats import BLOCK, MXFP8_E4M3, Format
+from jax_mx.formats.windows import ROW
 from jax_mx.quantizing.facts.product_kernels import (
     FEWEST,
     PRODUCTS,
@@ -37,6 +40,8 @@ from jax_mx.quantizing.facts.product_kernels import (
 )
 from jax_mx.quantizing.plan import ProductPlan
 
+# So many tiles of 128 columns are narrow: each multiprocessor of a Hopper has two tiles of 16.
+_NARROW = 33
 # How many rows of x tiles may have, in ascending order: each tiling is a kernel.
 ROWS = tuple(sorted({p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")}))
 # The same of floats times codes, by W's format and whether W is free.
@@ -64,11 +69,15 @@ def plan_of(
     free: bool = False,
     strips: float = math.inf,
     tile: int | None = None,
+    fast: bool = False,
+    narrow: bool | None = None,
 ) -> ProductPlan:
     """The plan of "matmul", of one format, or "matmul_fp8", of two.
 
     `rows`: how many rows of x a group has, about. `strips`: how many tiles lie beside each other,
     of all groups. `tile`: how many rows tiles have, one of `ROWS`, whatever the shapes ask for.
+    `fast`: whether sums may be, where a kernel's are, see `ProductKernel`.
+    `narrow`: whether y has few columns; None: its shape says.
     """
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     if tile is None:
@@ -77,7 +86,13 @@ def plan_of(
             tile = _tile_for(rows, strips, allowed)
         else:
             tile = _fp8_tile_for(rows, window, tiles, grouped)
-    return ProductPlan(op, formats, dtype, grouped, tile, window, tiles, implementation, free)
+    fast = fast and window == ROW and set(formats) == {MXFP8_E4M3}
+    options = window, tiles, implementation, free
+    plan = ProductPlan(op, formats, dtype, grouped, tile, *options, fast=fast)
+    slim = dataclasses.replace(plan, narrow=True)
+    if narrow is None:
+        narrow = strips <= _NARROW and slim.product("cutedsl") in PRODUCTS
+    return slim if narrow else plan
 
 
 def wgrad_plan_of(

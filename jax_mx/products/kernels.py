@@ -55,8 +55,8 @@ FEW_ROWS, FEWEST_ROWS, LARGE = 1024, 16, 10_000_000
 LONG = 4
 # The fewest rows of x that tiles have where FP8 tensor cores multiply.
 _FP8_ROWS = min(product.rows for product in PRODUCTS if product.op == "matmul_fp8")
-# What the sizes of a W in parts are multiples of: its rows, so that those of y begin at 16 bytes,
-# and the elements of a part, so that no copy has some of two.
+# A W in parts has multiples of so many rows, so that rows of y begin at 16 bytes, and parts of
+# multiples of so many elements, so that no copy has some of two.
 ALIGNED, PART = 8, 128
 # How many elements along K FP8 tensor cores add up before scales are applied, by the window.
 _SUMS = {128: 128, TILE: 128, 256: 256, ROW: 256}
@@ -75,13 +75,13 @@ def support(contraction: Contraction, chips: Sequence[str], *, tile: int | None 
     plan = plan_of(contraction, tile)
     if isinstance(plan, Served):
         return plan
-    found, name = registry.IMPLEMENTATIONS[NAME].support(plan, chips), name_of(tile)
-    if found.refusal:
+    served, name = registry.IMPLEMENTATIONS[NAME].support(plan, chips), name_of(tile)
+    if served.refusal:
         instead = "'dequantize' serves it"
-        refusal = dataclasses.replace(found.refusal, call=contraction.name, instead=instead)
+        refusal = dataclasses.replace(served.refusal, call=contraction.name, instead=instead)
         return Served(name, refusal=refusal)
     plan = dataclasses.replace(plan, implementation=NAME)  # which never falls back in silence
-    return Served(name, found.kernels, plan=plan, reads_floats=plan.op in ("matmul", "wgrad"))
+    return Served(name, served.kernels, plan=plan, reads_floats=plan.op in ("matmul", "wgrad"))
 
 
 def plan_of(contraction: Contraction, tile: int | None) -> ProductPlan | Served:
@@ -105,6 +105,7 @@ def plan_of(contraction: Contraction, tile: int | None) -> ProductPlan | Served:
         return of_codes
     if _on_fp8(contraction):
         formats, windows = (x.format, w.format), windows_of(x, w)
+        windows["fast"] = contraction.numbers.fast
         on_fp8 = kernel_plans.plan_of(formats, dtype, rows, **windows, **shared)
         # There are none of so few rows.
         return on_fp8 if tile is None or tile >= _FP8_ROWS else of_codes
@@ -147,7 +148,7 @@ def _sums_plan(name: str, contraction: Contraction, tile: int | None) -> Product
             return kernel_plans.wgrad_plan_of((x.format, w.format), dtype, window)
     dtypes = {np.dtype(jnp.bfloat16) if isinstance(a, MXArray) else a.dtype for a in (x, w)}
     if len(dtypes) > 1 or not dtypes <= {*kernel_plans.FLOATS}:
-        names = " and ".join(sorted(each.name for each in dtypes))
+        names = " and ".join(sorted(dtype.name for dtype in dtypes))
         why = f"sums over groups of one dtype, bfloat16 (also for MX) or float16, not {names}"
         return refused(name, contraction, why)
     return kernel_plans.floats_plan_of(dtypes.pop(), dtype)

@@ -52,9 +52,9 @@ def _lower_alone(
         name = "xla"  # libraries divide by lengths, or read elements
 
     def product(*leaves: Any) -> list[jax.Array]:
-        own = splitting.of_arrays(contraction_of(tree, leaves, numbers))
+        contraction = splitting.of_arrays(contraction_of(tree, leaves, numbers))
         with jax.named_scope(f"by_{served.implementation}"):  # so that profiles and dumps say it
-            return [IMPLEMENTATIONS[name].compute(own, served)]
+            return [IMPLEMENTATIONS[name].compute(contraction, served)]
 
     rule: Any = mlir.lower_fun(product, multiple_results=True)
     return rule(ctx, *leaves)
@@ -67,10 +67,10 @@ def _lower_step(
     *leaves: Any,
     codes: Any,
     mapped: tuple,
-    like: Any,
+    structure: Any,
     **params: Any,
 ) -> Any:
-    del like
+    del structure
     target, run = targets.target_of(ctx, platform), codes
     if names := names_of_floats(codes, target):
         of_floats = traced_of_floats(ctx.avals_in, mapped, names, **params)
@@ -126,10 +126,10 @@ def gives_floats(of_floats: Any, target: targets.Target) -> bool:
                 registry.chosen(plan, target.platform, chips).quantizes_at_once for plan in asked
             )
             and all(
-                IMPLEMENTATIONS[str(own.implementation)].support(own, chips)
-                for own in (
-                    splitting_of(each, target).contraction
-                    for each in contractions_in(of_floats.jaxpr)
+                IMPLEMENTATIONS[str(contraction.implementation)].support(contraction, chips)
+                for contraction in (
+                    splitting_of(contraction, target).contraction
+                    for contraction in contractions_in(of_floats.jaxpr)
                 )
             )
         )

@@ -205,13 +205,13 @@ class _Asked:
 
 def _products(name: str, static: _Asked, sets: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
     """The first of the products, and a number that depends on all of them, one after the other."""
-    made: list[jax.Array] = []
+    results: list[jax.Array] = []
     for lhs, rhs in sets:
-        if made:  # not before the last one is done, nor together with it
-            (lhs, rhs), made[-1] = jax.lax.optimization_barrier(((lhs, rhs), made[-1]))
-        made.append(product(static.call, name, lhs, rhs))
-    made = jax.lax.optimization_barrier(made)
-    return made[0], jnp.stack([y[(0,) * y.ndim].astype(jnp.float32) for y in made]).sum()
+        if results:  # not before the last one is done, nor together with it
+            (lhs, rhs), results[-1] = jax.lax.optimization_barrier(((lhs, rhs), results[-1]))
+        results.append(product(static.call, name, lhs, rhs))
+    results = jax.lax.optimization_barrier(results)
+    return results[0], jnp.stack([y[(0,) * y.ndim].astype(jnp.float32) for y in results]).sum()
 
 
 def seconds(candidate: Candidate, runs: int) -> float:
@@ -260,7 +260,7 @@ def measured(
     sets = operands(call, count)
     thin = [(_sparse(sets[0][0], call.length), sets[0][1]), *sets[1:]]
     reference = _reference(call)
-    references = [(each, Reference(call, *reference(*each[0]))) for each in (sets, thin)]
+    references = [(pairs, Reference(call, *reference(*pairs[0]))) for pairs in (sets, thin)]
     costs: dict[str, Cost] = {}
     running = []
     # Most of the time goes to compiling, by one core for each program: they are compiled side by
@@ -280,8 +280,8 @@ def measured(
                     costs[name] = OVER
                     continue
                 error = IMPLEMENTATIONS[name].error
-                each = (known.obstacle(candidate.first(own), error) for own, known in references)
-                if why := next(filter(None, each), ""):
+                refusals = (known.obstacle(candidate.first(x), error) for x, known in references)
+                if why := next(filter(None, refusals), ""):
                     costs[name] = f"left out: it {why}"
                 else:
                     running.append(candidate)
@@ -308,14 +308,14 @@ def _timed(candidates: Sequence[Candidate], launches: int) -> dict[str, float]:
     """Microseconds of one product: the median over rounds in which candidates take turns."""
     once = {c.name: seconds(c, 1) for c in candidates}
     best = min(once.values(), default=0.0)
-    found = {name: [first] for name, first in once.items()}
+    times = {name: [first] for name, first in once.items()}
     for i in range(ROUNDS):
         for c in candidates:
             if once[c.name] <= HOPELESS * best:
                 runs = min(max(round(BATCH_SECONDS / max(once[c.name], 1e-9)), 1), MOST_RUNS)
-                found[c.name] = [*(found[c.name] if i else ()), seconds(c, runs) / runs]
-    us = {name: statistics.median(each) / launches * 1e6 for name, each in found.items()}
-    return {name: round(each, 3) for name, each in us.items()}
+                times[c.name] = [*(times[c.name] if i else ()), seconds(c, runs) / runs]
+    us = {name: statistics.median(runs) / launches * 1e6 for name, runs in times.items()}
+    return {name: round(us_of_one, 3) for name, us_of_one in us.items()}
 
 
 def failed(error: Exception) -> str:

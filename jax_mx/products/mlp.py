@@ -135,13 +135,14 @@ def mlp(
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
         out_sharding = jax.sharding.PartitionSpec(*spec)
-    shared, chosen = (exact, implementation), recipe.chosen
+    shared = (exact, implementation)
+    more, after = (recipe.chosen, recipe.fast), keeps_rows(w2, recipes[1])
     static = Layer(
         tuple(
-            Static(op, layout, dtype, *shared, None, chosen, keeps_rows(w, recipes[0]))
+            Static(op, layout, dtype, *shared, None, *more, keeps_rows(w, recipes[0]))
             for w, layout in zip(first, layouts, strict=True)
         ),
-        Static(op, second, dtype, *shared, out_sharding, chosen, keeps_rows(w2, recipes[1])),
+        Static(op, second, dtype, *shared, out_sharding, *more, after),
         gate.name,
         gate.interleaved,
         residuals,
@@ -345,7 +346,8 @@ class InPlace(Moves):
             return product.forward((0, 0), (1, 0))
         (x, _), (w, axis) = map(_array_of, operands)
         spec = _spec_between(spec_of(x)[:-1], spec_of(w)[-3 - axis])
-        return product.multiplication((0, 0), (1, 0), spec=spec)
+        fast = "forward" in product.fast
+        return product.multiplication((0, 0), (1, 0), spec=spec, fast=fast)
 
     def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
         """See `Moves`."""

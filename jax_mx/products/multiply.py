@@ -59,10 +59,10 @@ def _avals(*leaves: Any, tree: Any, numbers: Numbers) -> list:
     contraction = contraction_of(tree, leaves, numbers)
     lhs, rhs = contraction.lhs, contraction.rhs
     if not numbers.groups:  # of operands as float32, sharded as their values are
-        like: dict[str, Any] = {"dtype": np.dtype(np.float32), "weak_type": False}
+        types: dict[str, Any] = {"dtype": np.dtype(np.float32), "weak_type": False}
         values: list[Any] = [x.values if isinstance(x, MXArray) else x for x in (lhs, rhs)]
         out, _ = jax.lax.dot_general_p.abstract_eval(
-            *(v.update(shape=x.shape, **like) for v, x in zip(values, (lhs, rhs), strict=True)),
+            *(v.update(shape=x.shape, **types) for v, x in zip(values, (lhs, rhs), strict=True)),
             dimension_numbers=numbers.dimensions,
             precision=None,
             preferred_element_type=numbers.dtype,
@@ -83,8 +83,8 @@ def _batch(args: Any, dims: Any, *, tree: Any, numbers: Numbers) -> tuple[list, 
 
     A grouped product for each entry of the batch, one after the other.
     """
-    *sides, like = tree.unflatten(range(len(args)))
-    if like is not None:
+    *sides, result = tree.unflatten(range(len(args)))
+    if result is not None:
         tree = jax.tree.structure((*sides, None))
         return _batch(args[:-1], dims[:-1], tree=tree, numbers=numbers)
     if all(d is None for d in dims):  # what is mapped was `like` alone
@@ -179,6 +179,7 @@ class Multiplication(NamedTuple):
       over_rows: see `Numbers`.
       moved: see `Numbers`.
       caller: see `Numbers`.
+      fast: see `Numbers`.
     """
 
     lhs: tuple[int, int]
@@ -196,6 +197,7 @@ class Multiplication(NamedTuple):
     over_rows: bool = False
     moved: np.dtype | None = None
     caller: str = ""
+    fast: bool = False
 
     def of(self, forms: Sequence[Any], sizes: Any) -> Contraction:
         """The contraction of two of the operands' forms."""
@@ -227,6 +229,7 @@ class Multiplication(NamedTuple):
             self.over_rows,
             self.moved,
             self.caller,
+            self.fast,
         )
         contraction = Contraction(numbers, a.array, b.array, sizes if self.groups else None)
         if self.like is None or not (mesh.empty or mesh.are_all_axes_auto):
@@ -283,27 +286,27 @@ class Step:
         if is_at_once:
             return self.computed(leaves, tree)
         params, passed = self.traced(leaves, tree)
-        like, outs = params["like"], iter(step_p.bind(*leaves, **params))
+        structure, outs = params["structure"], iter(step_p.bind(*leaves, **params))
         # An array that passes stays the caller's: of a scan, a residual that is one of its
         # constants is not kept once for each iteration, and a vmap does not copy it.
-        return like.unflatten(
-            [leaves[passed[i]] if i in passed else next(outs) for i in range(like.num_leaves)]
+        return structure.unflatten(
+            [leaves[passed[i]] if i in passed else next(outs) for i in range(structure.num_leaves)]
         )
 
     def traced(self, leaves: Sequence[Any], tree: Any) -> tuple[dict, dict[int, int]]:
         """The parameters of `step_p`, and which result is which leaf as it is."""
         passed: dict[int, int] = {}
-        like: Any = None
+        structure: Any = None
 
         def of_codes(*leaves: Any) -> list[Any]:
-            nonlocal like
-            results, like = jax.tree.flatten(self.computed(leaves, tree))
-            places = {id(leaf): place for place, leaf in enumerate(leaves)}
+            nonlocal structure
+            results, structure = jax.tree.flatten(self.computed(leaves, tree))
+            places = {id(leaf): index for index, leaf in enumerate(leaves)}
             passed.update({i: places[id(y)] for i, y in enumerate(results) if id(y) in places})
             return [y for i, y in enumerate(results) if i not in passed]
 
         codes = jax.make_jaxpr(of_codes)(*leaves)
-        params = {"step": self, "tree": tree, "passed": tuple(passed), "like": like}
+        params = {"step": self, "tree": tree, "passed": tuple(passed), "structure": structure}
         return params | {"codes": codes, "mapped": ()}, passed
 
     @property
@@ -404,18 +407,18 @@ def _without_unread(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     """JAX's rule for a step some of whose forms nobody reads, as in jax.checkpoint's first pass."""
     if not any(used):
         return [False] * len(eqn.invars), None
-    names = ("step", "tree", "passed", "like", "mapped")
-    step, tree, passed, like, mapped = map(eqn.params.__getitem__, names)
+    names = ("step", "tree", "passed", "structure", "mapped")
+    step, tree, passed, structure, mapped = map(eqn.params.__getitem__, names)
     # The leaves of a mapped step are not those that the step takes.
     if all(used[len(step.multiplications) :]) or mapped:
         return [True] * len(eqn.invars), eqn
-    numbers = [i for i in range(like.num_leaves) if i not in passed]  # of results
+    numbers = [i for i in range(structure.num_leaves) if i not in passed]  # of results
     outvars = dict(zip(numbers, eqn.outvars, strict=True))
     read = {*itertools.compress(numbers, used)}
-    products, kept = like.unflatten(range(like.num_leaves))
+    products, kept = structure.unflatten(range(structure.num_leaves))
     stays = {
-        place: form
-        for place, form in zip(step.kept, kept, strict=True)
+        index: form
+        for index, form in zip(step.kept, kept, strict=True)
         if not read.isdisjoint(jax.tree.leaves(form))
     }
     if len(stays) == len(kept):

@@ -175,7 +175,7 @@ jax.export.register_pytree_node_serialization(
 
 
 _SUMMED = {MXFP8_E4M3, MXFP8_E5M2}  # formats of which one call makes both forms, so also the sums
-# What the two axes of an operand hold, the one that its first reader contracts first.
+# The content of an operand's two axes, the one that its first reader contracts first.
 _AXES = {
     "lhs": ("contracted elements", "rows"),
     "rhs": ("contracted elements", "columns"),
@@ -314,8 +314,8 @@ class Unquantized:
         parts, x = self._parts(as_floats), self.x
         x = padded(x, self.pads) if any(self.pads) else x
         if self.has_sums and not self._sums_with(parts):
-            rows = made("quantize", x, self.activation.own)
-            plain = dataclasses.replace(self, activation=self.activation.own)
+            rows = made("quantize", x, self.activation.gated)
+            plain = dataclasses.replace(self, activation=self.activation.gated)
             return *plain.forms(), rows.astype(jnp.float32)
         forms = self._forms_of(x, parts)
         return forms.get(0), forms.get(1), *([forms[2]] if 2 in forms else [])
@@ -405,7 +405,7 @@ class Unquantized:
     def _made(self, x: jax.Array) -> jax.Array:
         """The floats that `quantize` would make of x."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
-        activation = self.activation.own if self.has_sums else self.activation
+        activation = self.activation.gated if self.has_sums else self.activation
         return x if activation is None else made("quantize", x, activation)
 
     def _floats(self, x: jax.Array) -> jax.Array:
@@ -419,7 +419,7 @@ class Unquantized:
         joint = len(parts) == 2 and None not in formats
         joint = joint and share_a_read([part.use.window for part in parts])
         alike = joint and (formats[0] == formats[1] or {*formats} <= _SUMMED)
-        return alike and not self.blocks.square and self.activation.own.has_gate
+        return alike and not self.blocks.square and self.activation.gated.has_gate
 
     def _require_whole_blocks(self) -> None:
         """Refuses an operand of which a shard splits a block, on a mesh with explicit axes.
@@ -433,14 +433,14 @@ class Unquantized:
         coded = [use is not None and use.format is not None for use in uses]
         windows = [use.window for use in self.recipe.uses(self.name)]
         sides = (self.axis, -3 - self.axis), _AXES[self.name], uses, coded, windows
-        for at, what, use, is_coded, window in zip(*sides, strict=True):
+        for at, noun, use, is_coded, window in zip(*sides, strict=True):
             names, shards = shards_of(self.x, at)
             turn = use.hadamard.size if use is not None and use.hadamard is not None else 1
             unit = math.lcm(max(lengths_of(window)), turn)
             lies = is_coded or self.pads[at] or (square and any(coded))
             if lies and shards > 1 and self.x.shape[at] % (shards * unit):
                 raise private.ShardingTypeError(
-                    f"products: the {self.x.shape[at]} {what} of {self.name} are split over "
+                    f"products: the {self.x.shape[at]} {noun} of {self.name} are split over "
                     f"{' x '.join(names)} in {shards} shards of {self.x.shape[at] / shards:g}, "
                     f"which {unit} does not divide, so that blocks would not stay whole; gather "
                     "them with jax.sharding.reshard"

@@ -156,17 +156,17 @@ def _letters(op: str, subscripts: str, *ndims: int) -> tuple[str, str, str]:
             f"{op}: subscripts {subscripts!r} name {len(operands)} operands, this takes two"
         )
     spare = [c for c in map(chr, range(ord("A"), ord("z") + 1)) if c.isalpha() and c not in text]
-    for i, (own, ndim) in enumerate(zip(operands, ndims, strict=True)):
-        named = own.replace("...", "", 1)
+    for i, (letters, ndim) in enumerate(zip(operands, ndims, strict=True)):
+        named = letters.replace("...", "", 1)
         hidden = ndim - len(named)
-        if hidden < 0 or (hidden and "..." not in own) or not (named + "a").isalpha():
+        if hidden < 0 or (hidden and "..." not in letters) or not (named + "a").isalpha():
             raise ValueError(
-                f"{op}: the subscripts {own!r} do not fit an operand of {ndim} dimensions"
+                f"{op}: the subscripts {letters!r} do not fit an operand of {ndim} dimensions"
             )
-        operands[i] = own.replace("...", "".join(spare[-hidden:]) if hidden else "")
+        operands[i] = letters.replace("...", "".join(spare[-hidden:]) if hidden else "")
         if repeated := [c for c, n in Counter(operands[i]).items() if n > 1]:
             raise ValueError(
-                f"{op}: {repeated[0]!r} stands twice in {own!r}; take the diagonal before"
+                f"{op}: {repeated[0]!r} stands twice in {letters!r}; take the diagonal before"
             )
     every = Counter("".join(operands))
     hidden_out = "".join(c for c in spare if c in every)

@@ -19,7 +19,8 @@ from jax_mx.formats.groups import clamped
 from jax_mx.formats.views import padded
 from jax_mx.launch.calls import batched
 from jax_mx.launch.private import unsplit, vary_alike
-from jax_mx.quantizing.facts.product_kernels import DIRECT, FEWEST, UNIT
+from jax_mx.norms import reference as norms
+from jax_mx.quantizing.facts.product_kernels import DIRECT, FEWEST, UNIT, normed_fits
 from jax_mx.quantizing.plan import ProductPlan
 from jax_mx.quantizing.primitive import Op, make_primitive, one_by_one
 
@@ -70,8 +71,8 @@ def _contracted(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     def one(group):
         # Zeros in place of other groups' elements: no sum may meet their NaN.
         end, count = group
-        own = (row < end) & (row >= end - count)
-        return _dot("km,kn->mn", jnp.where(own, x, 0), jnp.where(own, w, 0))
+        in_group = (row < end) & (row >= end - count)
+        return _dot("km,kn->mn", jnp.where(in_group, x, 0), jnp.where(in_group, w, 0))
 
     return jax.lax.map(one, (jnp.cumsum(counts), counts))
 
@@ -96,16 +97,16 @@ def _product(x: jax.Array, w: jax.Array, *sizes: jax.Array) -> jax.Array:
     def add(y, group):
         # A group after the other: no sum may meet another group's NaN.
         matrix, end, count = group
-        own = (row < end) & (row >= end - count)
-        return jnp.where(own, _dot("mk,nk->mn", x, matrix), y), None
+        in_group = (row < end) & (row >= end - count)
+        return jnp.where(in_group, _dot("mk,nk->mn", x, matrix), y), None
 
     start = jnp.zeros_like(x, shape=(x.shape[0], w.shape[1]))
     return jax.lax.scan(add, start, (w, ends, counts))[0]
 
 
-def _dot(what: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(
-        what, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+        equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
 
 
@@ -116,6 +117,33 @@ def _product_avals(*operands, plan: ProductPlan):
     columns = scales.shape[2] * BLOCK if plan.free else codes.shape[1]
     shape = (operands[0].shape[0], columns)
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
+
+
+def _normed_avals(*operands, plan: ProductPlan):
+    """The abstract values of y (T, N) and of the sum (T, K)."""
+    x, codes = operands[0], operands[plan.signature.number("codes")]
+    columns = codes.shape[1], x.shape[1]
+    return [unsplit("mx_normed", operands, (x.shape[0], n), plan.dtype) for n in columns]
+
+
+def _normed_reference(x, residual, weight, codes, scales, *, plan: ProductPlan):
+    """In steps: the product may have a kernel."""
+    total = norms.added(x, residual)
+    floats, _ = norms.rms_norm(total, weight, plan.eps)
+    rows = DIRECT if x.shape[0] <= DIRECT else FEWEST
+    alone = dataclasses.replace(plan, op="matmul", rows=rows, eps=0.0)
+    return [product([floats, codes, scales], alone), total]
+
+
+def _batch_normed(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """Entries of the batch become rows, where these are few and have one weight."""
+    if any(d is not None for d in dims[2:]):
+        return _batch_each(primitive, args, dims, plan=plan)
+    args = batched(args, dims, range(2, len(args)))
+    size, rows, length = args[0].shape
+    flat = [*(a.reshape(size * rows, length) for a in args[:2]), *args[2:]]
+    bind = primitive.bind if normed_fits(size * rows, length) else _normed_reference
+    return [a.reshape(size, rows, -1) for a in bind(*flat, plan=plan)], [0, 0]
 
 
 def _wgrad_avals(*operands, plan: ProductPlan):
@@ -164,7 +192,7 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
         for a, rank in zip(args, ranks, strict=False)
     ]
     if plan.rows == DIRECT and one and flat[0].shape[0] > DIRECT:  # else W is read too often
-        plan = dataclasses.replace(plan, rows=FEWEST)
+        plan = dataclasses.replace(plan, rows=FEWEST, narrow=False)
     (y,) = primitive.bind(*flat, plan=plan)
     return [y.reshape(size, rows, y.shape[-1])], [0]
 
@@ -173,6 +201,7 @@ products_p = {
     name: make_primitive(name, op)
     for name, op in {
         "matmul": Op(_product_avals, matmul, _batch_product),
+        "normed": Op(_normed_avals, _normed_reference, _batch_normed),
         "matmul_fp8": Op(_product_avals, matmul_fp8, _batch_product),
         "wgrad_fp8": Op(_wgrad_avals, wgrad_fp8, _batch_each),
         "wgrad": Op(_floats_wgrad_avals, wgrad, _batch_floats_wgrad),

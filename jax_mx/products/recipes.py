@@ -66,24 +66,24 @@ class Chosen(NamedTuple):
     chips: str
 
 
-def _register(kind: type[T]) -> type[T]:
+def _register(node_type: type[T]) -> type[T]:
     """Makes a pytree of a class, which takes any children: JAX puts all kinds of objects there."""
-    fields = dataclasses.fields(cast(Any, kind))
-    static = tuple(each.name for each in fields if each.metadata.get("static"))
-    data = tuple(each.name for each in fields if each.name not in static)
+    fields = dataclasses.fields(cast(Any, node_type))
+    static = tuple(field.name for field in fields if field.metadata.get("static"))
+    data = tuple(field.name for field in fields if field.name not in static)
 
-    def flatten(own: Any) -> tuple[Any, Any]:
+    def flatten(node: Any) -> tuple[Any, Any]:
         keys = map(jax.tree_util.GetAttrKey, data)
-        children = tuple(zip(keys, (getattr(own, name) for name in data), strict=True))
-        return children, tuple(getattr(own, name) for name in static)
+        children = tuple(zip(keys, (getattr(node, name) for name in data), strict=True))
+        return children, tuple(getattr(node, name) for name in static)
 
     def unflatten(aux: Any, children: Any) -> Any:
-        own = object.__new__(kind)
-        vars(own).update(zip((*static, *data), (*aux, *children), strict=True))
-        return own
+        node = object.__new__(node_type)
+        vars(node).update(zip((*static, *data), (*aux, *children), strict=True))
+        return node
 
-    jax.tree_util.register_pytree_with_keys(kind, flatten, unflatten)
-    return kind
+    jax.tree_util.register_pytree_with_keys(node_type, flatten, unflatten)
+    return node_type
 
 
 @_register
@@ -105,12 +105,16 @@ class Product(Value):
         "row"; None: the recipe's window. It concerns both operands, except weights with a
         `weight_window`. In wgrad also "shard": the rows that a device holds, see
         [training](training.md#windows-on-hopper).
+      fast_accumulation: whether FP8 tensor cores on Hopper may add up all of a sum. That takes less
+        time and gives fewer bits, see [training](training.md#fast-accumulation). Without, float32
+        sums take over every 128 or 256 elements.
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
     hadamard: Hadamard | None = None
     rounding: Stochastic | None = None
     window: Window | None = dataclasses.field(default=None, metadata={"static": True})
+    fast_accumulation: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self):
         """Raises TypeError, ValueError for what a field is not, or what a product does not take."""
@@ -128,8 +132,9 @@ class Product(Value):
             object.__setattr__(self, "format", format)
         if self.window is not None:
             object.__setattr__(self, "window", _along_one_axis("Product", self.window, SHARD))
-        for name in ("hadamard", "rounding", "window"):
-            if self.format in _PLAIN and getattr(self, name) is not None:
+        flag("Product", "fast_accumulation", self.fast_accumulation)
+        for name in ("hadamard", "rounding", "window", "fast_accumulation"):
+            if self.format in _PLAIN and getattr(self, name) not in (None, False):
                 raise ValueError(
                     f"Product: {name} is of what is quantized, and format={self.format!r} "
                     "quantizes nothing; leave one of them out"
@@ -157,8 +162,8 @@ class Recipe(Value):
     - `MXFP8`: E4M3 everywhere, scales rounded up.
     - `MXFP8_ROWS`: the same for Hopper's FP8 tensor cores, whose sums want one scale. Elements of a
       row share an amax, in wgrad the rows that a device holds.
-    - `MXFP8_WINDOWS`: the same for experts there, whose rows are a group's: 256 elements share an
-      amax.
+    - `MXFP8_FAST`: the same, and tensor cores add up all of the forward product's sums.
+    - `MXFP8_WINDOWS`: for experts there, whose rows are a group's: 256 elements share an amax.
     - `MXFP8_HYBRID`: E5M2 for gradients, E4M3 for the rest.
     - `MXFP4`: MXFP4 in all three products, with a Hadamard transform of 16 elements in wgrad.
     - `BF16`: nothing is quantized; operands are rounded to bfloat16.
@@ -203,8 +208,8 @@ class Recipe(Value):
           TypeError, ValueError: a field is of the wrong type, or an unknown name.
         """
         for name in ("lhs", "rhs", "gradient"):
-            found = named(f"Recipe: {name}", FORMATS, getattr(self, name))
-            object.__setattr__(self, name, found)
+            format = named(f"Recipe: {name}", FORMATS, getattr(self, name))
+            object.__setattr__(self, name, format)
         object.__setattr__(self, "scaling", named("Recipe: scaling", SCALINGS, self.scaling))
         object.__setattr__(self, "window", _along_one_axis("Recipe", self.window))
         if self.weight_window is not None:
@@ -254,6 +259,11 @@ class Recipe(Value):
             return self.weight_window
         window = getattr(self, product).window
         return self.window if window is None else window
+
+    @property
+    def fast(self) -> tuple[str, ...]:
+        """The products whose sums tensor cores may add up, see `Product`."""
+        return tuple(name for name in PRODUCTS if getattr(self, name).fast_accumulation)
 
     @property
     def quantizes(self) -> bool:
@@ -431,9 +441,9 @@ def dimensions(
       TypeError: no ints.
       ValueError: one is out of range, or named twice.
     """
-    given = (d if isinstance(d, Iterable) else (d,) for d in (contracting, batch))
+    dims_given = (d if isinstance(d, Iterable) else (d,) for d in (contracting, batch))
     try:
-        dims = [tuple(map(whole, d)) for d in given]
+        dims = [tuple(map(whole, d)) for d in dims_given]
     except TypeError as error:
         raise TypeError(
             f"{op}: contracting and batch must be ints or sequences of them, got "
@@ -460,6 +470,7 @@ USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": ("
 MXFP8 = Recipe()
 # Sums over tokens run over rows that a device holds, so no amax crosses devices that split tokens.
 MXFP8_ROWS = Recipe(window=ROW, wgrad=Product(window=SHARD))
+MXFP8_FAST = dataclasses.replace(MXFP8_ROWS, forward=Product(fast_accumulation=True))
 MXFP8_WINDOWS = Recipe(window=256)
 # TransformerEngine's Format.HYBRID.
 MXFP8_HYBRID = Recipe(gradient=MXFP8_E5M2)
@@ -487,14 +498,14 @@ def mxfp4_backward(key: jax.Array) -> Recipe:
     return Recipe(dgrad=rotated, wgrad=rotated)
 
 
-# What the others are compared with. Of weights that are MX already, what is multiplied with them
-# stays floats.
+# Others are compared with this recipe. Operands of weights that are MX already stay floats.
 BF16 = Recipe(forward=_BF16, dgrad=_BF16, wgrad=_BF16)
 # The recipe "floats" where a layer's own derivative follows one; of single products JAX has it.
 AS_THEY_ARE = Recipe(forward=FLOATS, dgrad=FLOATS, wgrad=FLOATS)
 RECIPES = {
     "mxfp8": MXFP8,
     "mxfp8_rows": MXFP8_ROWS,
+    "mxfp8_fast": MXFP8_FAST,
     "mxfp8_windows": MXFP8_WINDOWS,
     "mxfp8_hybrid": MXFP8_HYBRID,
     "mxfp4": MXFP4,
@@ -504,7 +515,7 @@ RECIPES = {
 
 def name_of(recipe: Recipe) -> str:
     """The name of one of `RECIPES`."""
-    return next(name for name, each in RECIPES.items() if each == recipe)
+    return next(name for name, known in RECIPES.items() if known == recipe)
 
 
 def recipe_of(op: str, recipe: Any) -> Recipe:
@@ -573,10 +584,10 @@ def _to_json(aux: Any) -> bytes:
     return json.dumps([getattr(part, "name", part) for part in names]).encode()
 
 
-def _from_json(kind: Any, text: bytes) -> Any:
+def _from_json(node_type: Any, text: bytes) -> Any:
     """The inverse for a type; older programs lack the last fields."""
     parts = [tuple(part) if isinstance(part, list) else part for part in json.loads(text)]
-    static = [field for field in dataclasses.fields(kind) if field.metadata.get("static")]
+    static = [field for field in dataclasses.fields(node_type) if field.metadata.get("static")]
     parts += [field.default for field in static[len(parts) :]]
     return tuple(_NAMES.get(part, part) if isinstance(part, str) else part for part in parts)
 

@@ -121,6 +121,7 @@ class Static(NamedTuple):
       implementation: see `contraction.Numbers`.
       out_sharding: of the result.
       chosen: the name of the recipe that "auto" became; None where the caller passed a recipe.
+      fast: the products, of "forward", "dgrad" and "wgrad", that `Recipe.fast` names.
       keeps_rows: see the function `keeps_rows`; of a dense product.
     """
 
@@ -131,6 +132,7 @@ class Static(NamedTuple):
     implementation: str | None
     out_sharding: Any = None
     chosen: Any = None
+    fast: tuple[str, ...] = ()
     keeps_rows: bool = False
 
     def multiplication(
@@ -156,7 +158,7 @@ class Static(NamedTuple):
         if self.out_sharding is not None:
             ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
             spec = layout.result_spec(spec_in(self.out_sharding, ndim))
-        return self.multiplication(lhs, rhs, spec=spec)
+        return self.multiplication(lhs, rhs, spec=spec, fast="forward" in self.fast)
 
     @property
     def unfollowed(self) -> Static:
@@ -177,8 +179,10 @@ class Static(NamedTuple):
         if spec and self.arranged.lhs.swapped:  # of (B..., M..., K)
             *lead, k, m = spec
             spec = (*lead, m, k)
-        options = {} if like is None else {"like": (*like, -2)}
-        return self.multiplication(gradient, rhs, lhs.dtype, spec=spec, **options)
+        options: dict[str, Any] = {"spec": spec, "fast": "dgrad" in self.fast}
+        if like is not None:
+            options["like"] = (*like, -2)
+        return self.multiplication(gradient, rhs, lhs.dtype, **options)
 
     def wgrad(
         self,
@@ -195,6 +199,7 @@ class Static(NamedTuple):
         order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
         summed = len(layout.lhs.free_out) - 1
         options: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
+        options["fast"] = "wgrad" in self.fast
         if self.dtype.itemsize < rhs.dtype.itemsize:  # half the bytes, as of a bfloat16 weight
             options["moved"] = self.dtype
         if like is not None:

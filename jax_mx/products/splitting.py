@@ -114,7 +114,7 @@ def _windows_of(contraction: Contraction, target: Target) -> int:
 
 def _in(contraction: Contraction, window: Any) -> Contraction:
     """The contraction with this window in place of "shard"."""
-    return contraction.with_windows(lambda own: window if own == SHARD else own)
+    return contraction.with_windows(lambda window_of: window if window_of == SHARD else window_of)
 
 
 def _reads_codes(contraction: Contraction) -> bool:
@@ -160,7 +160,7 @@ def _rule(contraction: Contraction, windows: int) -> Rule:
     unread = len(jax.tree.leaves(contraction.like))
     lead = [f"b{i}" for i in range(len(numbers.batch[0]))] + ["g"] * (numbers.groups == SUMS)
     free = [
-        f"{kind}{i}" for side, kind in enumerate("mn") for i in range(len(contraction.free(side)))
+        f"{axis}{i}" for side, axis in enumerate("mn") for i in range(len(contraction.free(side)))
     ]
     result = (*lead, *free)
     rule = Rule((*operands, *[result] * unread), (result,), parts, _summed(numbers), unread)
@@ -212,12 +212,12 @@ def _factors(contraction: Contraction, side: int) -> tuple[str, ...]:
     """The factors of an operand's dimensions."""
     numbers, x = contraction.numbers, (contraction.lhs, contraction.rhs)[side]
     names = dict.fromkeys(range(x.ndim), "g")  # the matrices of groups
-    for kind, dims in (
+    for letter, dims in (
         ("b", numbers.batch[side]),
         ("k", numbers.contracting[side]),
         ("mn"[side], contraction.free(side)),
     ):
-        names |= {d: f"{kind}{i}" for i, d in enumerate(dims)}
+        names |= {d: f"{letter}{i}" for i, d in enumerate(dims)}
     return tuple(names.values())
 
 

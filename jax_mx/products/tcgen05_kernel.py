@@ -174,8 +174,8 @@ def _body(names: list[str], lengths: tuple[int, int, int, int]) -> Callable[...,
     def body(table: Any, *refs: Any, **scratch: Any) -> None:
         *operands, out = refs
         at, fields = lax.axis_index("tile"), len(Items._fields)
-        place, column = at // across, at % across
-        item = Items(*(table[place * fields + i] for i in range(fields)))
+        index, column = at // across, at % across
+        item = Items(*(table[index * fields + i] for i in range(fields)))
 
         def fetch(step: Any, slot: Any) -> None:
             matrix = step // turn if turn else 0

@@ -84,27 +84,27 @@ def calls_in(op: str, f: Any, args: Any) -> tuple[list[_Found], list[str]]:
     """
     if not callable(f):
         raise TypeError(f"{op}: f must be a function, got {shown(f)}")
-    found: dict[Any, _Found] = {}
+    calls: dict[Any, _Found] = {}
     jaxpr = jax.make_jaxpr(f)(*args).jaxpr
     notes = notes_in(equations(jaxpr))
     for traced in contractions_in(jaxpr):
         call = as_traced(traced)
         key = key_of(call, ""), call.implementation, call.numbers.chosen
-        known = found.setdefault(key, _Found(call, 0))
+        known = calls.setdefault(key, _Found(call, 0))
         known.count += 1
         leaves = jax.tree.leaves((call.lhs, call.rhs, call.sizes))
         if any(map(_is_automatic, leaves)):
             notes += [GLOBAL_SHAPES, *[WHOLE_GROUPS] * bool(call.numbers.groups)]
         why = call.unsplit
         notes += [f"Our kernels are left out of a product that {why}."] if why else []
-    return [*found.values()], [*dict.fromkeys(notes)]
+    return [*calls.values()], [*dict.fromkeys(notes)]
 
 
 def _is_automatic(aval: Any) -> bool:
     """Whether an array stands on a mesh whose axes may split it and do not say so."""
     mesh = aval.sharding.mesh
     axes = () if mesh.empty else zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(kind == AxisType.Auto and mesh.shape[name] > 1 for name, kind in axes)
+    return any(axis_type == AxisType.Auto and mesh.shape[name] > 1 for name, axis_type in axes)
 
 
 # ---- measuring ---
@@ -155,19 +155,19 @@ def autotune(
         raise TypeError(f"{op}: candidates must be an int, got {shown(candidates)}") from error
     if limit < 1:
         raise ValueError(f"{op}: candidates must be 1 or more, got {limit}")
-    found, notes = calls_in(op, f, args)
-    place = place_of(args)
+    calls, notes = calls_in(op, f, args)
+    target = place_of(args)
 
     def measure() -> str:
-        entries = entries_of(found, place, time.monotonic() + seconds, limit, progress)
+        entries = entries_of(calls, target, time.monotonic() + seconds, limit, progress)
         return choices.to_text(Choice.of(entries, notes))
 
     return choices.from_text(from_process_0(measure))
 
 
 def entries_of(
-    found: Sequence[_Found],
-    place: _Place,
+    calls: Sequence[_Found],
+    target: _Place,
     end: float,
     limit: int,
     progress: bool,
@@ -176,34 +176,34 @@ def entries_of(
     """Measurements of calls, the largest first, as far as time goes.
 
     Args:
-      found: calls; a call that names an implementation has nothing to choose.
-      place: where they run.
+      calls: the calls; a call that names an implementation has nothing to choose.
+      target: where they run.
       end: of the time, on the monotonic clock.
       limit: of candidates.
       progress: whether to say what is measured.
       without: candidates that are left out and not listed.
     """
-    free = [each for each in found if each.call.implementation is None and each.call.work]
-    free.sort(key=lambda each: -each.count * each.call.work)
+    free = [c for c in calls if c.call.implementation is None and c.call.work]
+    free.sort(key=lambda counted: -counted.count * counted.call.work)
     entries = []
     nothing = Mesh(np.empty((), object), ())  # whatever mesh is set, one device measures
     with progress_of("autotune", len(free), progress) as say, jax.set_mesh(nothing):
-        with jax.default_device(place.device):
-            for i, each in enumerate(free):
-                key = key_of(each.call, targets.chip_of(place.device))
+        with jax.default_device(target.device):
+            for i, counted in enumerate(free):
+                key = key_of(counted.call, targets.chip_of(target.device))
                 say(i, str(key))
-                entries.append(_entry(each, key, place, end, limit, without))
+                entries.append(_entry(counted, key, target, end, limit, without))
     return entries
 
 
 def _entry(
-    each: _Found, key: Key, place: _Place, end: float, limit: int, without: Sequence[str]
+    counted: _Found, key: Key, target: _Place, end: float, limit: int, without: Sequence[str]
 ) -> Measured:
-    call = each.call.in_a_shard
-    rule = decided(call, place.platform, place.chips).name
+    call = counted.call.in_a_shard
+    rule = decided(call, target.platform, target.chips).name
     asked = [
         s
-        for s in candidates_of(call, place.platform, place.chips)
+        for s in candidates_of(call, target.platform, target.chips)
         if s.implementation == rule
         or (s.implementation not in without and IMPLEMENTATIONS[s.implementation].worth(call))
     ]
@@ -216,12 +216,13 @@ def _entry(
         costs |= dict.fromkeys(names[:limit], measuring.OVER)
     else:
         try:
-            chosen, own = measuring.measured(call, names[:limit], lambda: time.monotonic() >= end)
-            costs |= own
+            is_over = lambda: time.monotonic() >= end  # noqa: E731
+            chosen, measured = measuring.measured(call, names[:limit], is_over)
+            costs |= measured
         except Exception as error:  # the operands themselves do not fit, say
             costs |= dict.fromkeys(names[:limit], f"left out: it {measuring.failed(error)}")
     order = [s.implementation for s in asked]
-    on = f"{place.device.device_kind}, jax {jax.__version__}" if place.device else ""
+    on = f"{target.device.device_kind}, jax {jax.__version__}" if target.device else ""
     return Measured(key, chosen, tuple((name, costs[name]) for name in order), on)
 
 
@@ -320,17 +321,17 @@ def explain(
         JAX_MX_TUNING's file cannot be read.
       NotImplementedError: an implementation that f names does not serve its product.
     """
-    place = place_of(args, device)
-    with targets.traced_for(None if device is None else tuple(place.chips)):
-        found, notes = calls_in("explain", f, args)
+    target = place_of(args, device)
+    with targets.traced_for(None if device is None else tuple(target.chips)):
+        calls, notes = calls_in("explain", f, args)
     rows = []
-    for each in found:
-        decision = decided(each.call, place.platform, place.chips)
-        key = key_of(each.call, place.chips[0])
-        entries = [choice.by_key.get(key) for _, choice in choices.known(place.chips[0])]
+    for counted in calls:
+        decision = decided(counted.call, target.platform, target.chips)
+        key = key_of(counted.call, target.chips[0])
+        entries = [choice.by_key.get(key) for _, choice in choices.known(target.chips[0])]
         entry = next(filter(None, entries), Measured(key, None))
-        became = each.call.numbers.chosen
+        became = counted.call.numbers.chosen
         name = "" if became is None else Chosen(*became).name
-        rows.append(Explained(key, each.count, decision.name, decision.by, entry.costs, name))
+        rows.append(Explained(key, counted.count, decision.name, decision.by, entry.costs, name))
         notes += decision.passed_over
     return Explanation(tuple(rows), tuple(dict.fromkeys(notes)))

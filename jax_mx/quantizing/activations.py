@@ -99,11 +99,11 @@ class Gated(Value):
         Raises:
           TypeError, ValueError: x and up do not fit each other.
         """
-        own = self
+        checked = self
         if self.up is not None:
-            own = dataclasses.replace(self, up=array_of(op, "up", self.up))
-        own.gates_of(op, x)
-        return own
+            checked = dataclasses.replace(self, up=array_of(op, "up", self.up))
+        checked.gates_of(op, x)
+        return checked
 
     def of(self, op: str, x: jax.Array, floats: bool = False, sums: bool = False) -> Of | None:
         """The source of the floats of x, as kernels know it; None: no kernel computes them.
@@ -143,9 +143,9 @@ class Gated(Value):
         if self.up is None:
             halves = 1 + self.has_gate
             if x.ndim == 0 or x.shape[-1] % halves:
-                what = "gates and ups, halves of the last axis" if halves > 1 else "a last axis"
+                form = "gates and ups, halves of the last axis" if halves > 1 else "a last axis"
                 raise ValueError(
-                    f"{op}: activation {self.name!r} wants {what}, got the shape {tuple(x.shape)}"
+                    f"{op}: activation {self.name!r} wants {form}, got the shape {tuple(x.shape)}"
                 )
             return jax.ShapeDtypeStruct((*x.shape[:-1], x.shape[-1] // halves), x.dtype)
         up = floats(op, self.up, "up")
@@ -173,43 +173,43 @@ class Gated(Value):
         return dy
 
 
-def made(op: str, x: jax.Array, own: Gated) -> jax.Array:
+def made(op: str, x: jax.Array, gated: Gated) -> jax.Array:
     """`gated` of an x that `array_of` has checked, or its gradient.
 
     Raises:
       TypeError, ValueError: x and what belongs to it do not fit.
     """
-    gates = own.gates_of(op, x)
-    weights = None if own.weights is None else weights_of(op, gates, own.weights)
-    each = own.parts_of(x)
-    if own.gradient is not None:
-        dy = own.dy_of(op, gates)
-        return reference.joined(_gradient(tuple(each), weights, dy, own.name), own.interleaved)
-    return made_of_parts(tuple(map(jnp.asarray, each)), weights, own.name)
+    gates = gated.gates_of(op, x)
+    weights = None if gated.weights is None else weights_of(op, gates, gated.weights)
+    parts = gated.parts_of(x)
+    if gated.gradient is not None:
+        dy = gated.dy_of(op, gates)
+        return reference.joined(_gradient(tuple(parts), weights, dy, gated.name), gated.interleaved)
+    return made_of_parts(tuple(map(jnp.asarray, parts)), weights, gated.name)
 
 
-def gradients_of_parts(op: str, x: jax.Array, own: Gated, dy: jax.Array) -> list[jax.Array]:
+def gradients_of_parts(op: str, x: jax.Array, gated: Gated, dy: jax.Array) -> list[jax.Array]:
     """The gradients of gates and of ups that are two arrays, for that of what `gated` gives."""
-    gates = own.gates_of(op, x)
-    weights = None if own.weights is None else weights_of(op, gates, own.weights)
-    return _gradient(tuple(own.parts_of(x)), weights, dy, own.name)
+    gates = gated.gates_of(op, x)
+    weights = None if gated.weights is None else weights_of(op, gates, gated.weights)
+    return _gradient(tuple(gated.parts_of(x)), weights, dy, gated.name)
 
 
 def known_gradients_of_parts(
-    op: str, x: jax.Array, own: Gated, dy: jax.Array
+    op: str, x: jax.Array, gated: Gated, dy: jax.Array
 ) -> list[tuple[jax.Array, Of]] | None:
     """The same of matrices, each with what tells a quantizer of it the amaxes of rows and columns.
 
     None: no kernel makes both.
     """
-    source, sizes = PairGradientSource(own.name), [n for n in x.shape if isinstance(n, int)]
+    source, sizes = PairGradientSource(gated.name), [n for n in x.shape if isinstance(n, int)]
     whole = len(sizes) == x.ndim == 2 and all(n and n % BLOCK == 0 for n in sizes)
     plain = x.dtype == jnp.bfloat16 and not is_explicit(jax.typeof(x).sharding.mesh)
     if str(source) not in ACTIVE_SOURCES or not (whole and plain):
         return None
-    weights = weights_of(op, own.gates_of(op, x), own.weights)
-    found = made_with_amaxes((*own.parts_of(x), weights, dy), source)
-    return [(floats, Of(KnownSource(), (rows, columns))) for rows, columns, floats in found]
+    weights = weights_of(op, gated.gates_of(op, x), gated.weights)
+    results = made_with_amaxes((*gated.parts_of(x), weights, dy), source)
+    return [(floats, Of(KnownSource(), (rows, columns))) for rows, columns, floats in results]
 
 
 def weights_of(op: str, gates: Any, weights: Any) -> jax.Array:
@@ -223,9 +223,9 @@ def weights_of(op: str, gates: Any, weights: Any) -> jax.Array:
         return jnp.ones(shape, jnp.float32)
     dtype = getattr(weights, "dtype", None)
     if dtype != jnp.float32 or tuple(weights.shape) != shape:
-        found = shown(weights) if dtype is None else f"{dtype}{[*weights.shape]}"
+        got = shown(weights) if dtype is None else f"{dtype}{[*weights.shape]}"
         error = TypeError if dtype != jnp.float32 else ValueError
-        raise error(f"{op}: weights must be float32{[*shape]}, one for each row, got {found}")
+        raise error(f"{op}: weights must be float32{[*shape]}, one for each row, got {got}")
     return jnp.asarray(weights)
 
 
@@ -242,21 +242,21 @@ def row_of(op: str, name: Any) -> Activation:
 
 
 @partial(jax.jit, static_argnums=2)
-def made_of_parts(each: tuple[jax.Array, ...], weights: jax.Array | None, name: str) -> jax.Array:
+def made_of_parts(parts: tuple[jax.Array, ...], weights: jax.Array | None, name: str) -> jax.Array:
     """`gated` of gates and ups, or of gates alone, that were checked."""
-    return _gated(None, each, weights, name)
+    return _gated(None, parts, weights, name)
 
 
 @partial(jax.jit, static_argnums=3)
 def _gradient(
-    each: tuple[jax.Array, ...], weights: jax.Array | None, dy: jax.Array, name: str
+    parts: tuple[jax.Array, ...], weights: jax.Array | None, dy: jax.Array, name: str
 ) -> list[jax.Array]:
-    return reference.gated_gradient(each, weights, dy, name)
+    return reference.gated_gradient(parts, weights, dy, name)
 
 
-def _gated(y: Any, each: tuple[jax.Array, ...], weights: Any, name: str) -> jax.Array:
+def _gated(y: Any, parts: tuple[jax.Array, ...], weights: Any, name: str) -> jax.Array:
     """y where it is given, else what it is; nothing is differentiated through y."""
-    leaves, tree = jax.tree.flatten((each, weights))
+    leaves, tree = jax.tree.flatten((parts, weights))
     if y is None:
         fixed: Any = tree.unflatten(map(jax.lax.stop_gradient, leaves))
         y = reference.gated(fixed[0], fixed[1], name)
@@ -268,36 +268,36 @@ def _gated(y: Any, each: tuple[jax.Array, ...], weights: Any, name: str) -> jax.
 
 
 @jax.jit
-def known(y: jax.Array, x: jax.Array, own: Gated) -> jax.Array:
+def known(y: jax.Array, x: jax.Array, gated: Gated) -> jax.Array:
     """y, which is `made` of x and what belongs to it, with the derivative of that."""
-    return _gated(y, tuple(own.parts_of(x)), own.weights, own.name)
+    return _gated(y, tuple(gated.parts_of(x)), gated.weights, gated.name)
 
 
 def _changed(y: jax.Array, primals: tuple, tangents: tuple, name: str) -> jax.Array:
     """The tangent of y; transposed, that is `reference.gated_gradient`, but for subnormals."""
-    (each, weights), (d_each, d_weights) = primals, tangents
+    (parts, weights), (d_each, d_weights) = primals, tangents
     change: Any = jnp.zeros(y.shape, jnp.float32)
     if any(d is not None for d in d_each):
-        change = _along_slopes(each, d_each, name)
+        change = _along_slopes(parts, d_each, name)
     if weights is not None:
         change = change * weights[..., None]
         if d_weights is not None:
-            change = change + _exactly(each, name) * d_weights[..., None]
+            change = change + _exactly(parts, name) * d_weights[..., None]
     return change.astype(y.dtype)
 
 
-def _along_slopes(each: Sequence[jax.Array], tangents: Sequence[Any], name: str) -> Any:
+def _along_slopes(parts: Sequence[jax.Array], tangents: Sequence[Any], name: str) -> Any:
     """The tangent of gates times ups, in float32."""
-    stopped = [*map(jax.lax.stop_gradient, each)]
-    slopes = derived(reference.derivative(stopped, name), each, partial(_no_second, name))
+    stopped = [*map(jax.lax.stop_gradient, parts)]
+    slopes = derived(reference.derivative(stopped, name), parts, partial(_no_second, name))
     pairs = zip(tangents, slopes, strict=True)
     return sum(d.astype(jnp.float32) * c for d, c in pairs if d is not None)
 
 
-def _exactly(each: Sequence[jax.Array], name: str) -> jax.Array:
+def _exactly(parts: Sequence[jax.Array], name: str) -> jax.Array:
     """`gated` in float32, without rounding to few bits."""
-    value = reference.gated_exactly([*map(jax.lax.stop_gradient, each)], name)
-    return derived([value], each, lambda _, each, d: [_along_slopes(each, d, name)])[0]
+    value = reference.gated_exactly([*map(jax.lax.stop_gradient, parts)], name)
+    return derived([value], parts, lambda _, parts, d: [_along_slopes(parts, d, name)])[0]
 
 
 def _no_second(name: str, *_: Any) -> Any:

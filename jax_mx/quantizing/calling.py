@@ -31,7 +31,7 @@ class WithSums:
     come last in its tuple; see `reference.sums_of`.
     """
 
-    own: Gated
+    gated: Gated
 
 
 def called(
@@ -56,11 +56,11 @@ def called(
       TypeError, ValueError, NotImplementedError: see `quantize`.
     """
     x, source, other = made_of(op, x, rows, activation)
-    like = x
+    abstract = x
     if source:
-        like = jax.ShapeDtypeStruct(*source.floats_type(x, *other))
+        abstract = jax.ShapeDtypeStruct(*source.floats_type(x, *other))
         asked = dataclasses.replace(asked, source=source)
-    plan = planned(op, like, asked)
+    plan = planned(op, abstract, asked)
     require_kernel(plan)
     return tuple(quantized(x, data, other, plan=plan))
 
@@ -77,18 +77,18 @@ def quantized(
     their program, with all its attributes.
     """
     operands, viewed, on_views, results = operands_of(x, data, other, plan)
-    outs, found = iter(quantizers.quantize(operands, on_views)), []
+    outs, arrays = iter(quantizers.quantize(operands, on_views)), []
     for i, (result, format) in enumerate(zip(plan.view.results, plan.formats, strict=True)):
         if plan.preprocessing[i].dequantized:
-            found.append(viewed.from_floats(next(outs)))
+            arrays.append(viewed.from_floats(next(outs)))
             continue
         axes = plan.axes if plan.op == "quantize" else (plan.axes[-1 - i],)
         pair = next(outs), next(outs)
         (values, scales), axis = viewed.from_arrays(pair, result, axes, format, plan.transpose)
         fields = (format, axis, plan.scale_layout, plan.block, plan.value_layouts[i])
         window = arrays_window(plan.preprocessing[i].window)
-        found.append(MXArray(values, scales, *fields, window))
-    return [*found, *results, *outs]
+        arrays.append(MXArray(values, scales, *fields, window))
+    return [*arrays, *results, *outs]
 
 
 def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Source, tuple]:
@@ -106,7 +106,7 @@ def made_of(op: str, x: Any, rows: Any, activation: Any) -> tuple[Any, Source, t
     """
     x = array_of(op, "x", x)
     sums = isinstance(activation, WithSums)
-    asked = activation.own if sums else activation
+    asked = activation.gated if sums else activation
     if asked is not None and not isinstance(asked, Gated | Of):
         raise TypeError(f"{op}: activation must be None or a Gated, got {shown(asked)}")
     if rows is not None:

@@ -78,7 +78,7 @@ def fake_quantize(
     """
     op = "fake_quantize"
     x = array_of(op, "x", x)
-    own = preprocessing_of(op, rounding, hadamard, window)
+    preprocessing = preprocessing_of(op, rounding, hadamard, window)
     asked = Options(
         formats=(format,),
         axis=axis,
@@ -86,7 +86,7 @@ def fake_quantize(
         implementation=implementation,
         block=block,
         zero_scale=zero_scale,
-        preprocessing=(own,),
+        preprocessing=(preprocessing,),
     )
     plan = planned(op, x, asked)
     clip = flag(op, "clip", clip)
@@ -100,20 +100,20 @@ def fake_quantize(
 @partial(jax.jit, static_argnames=("plan", "clip"))
 def _fake_quantize(x: jax.Array, data: Data, *, plan: Plan, clip: bool) -> jax.Array:
     """`fake_quantize` of an x that the plan fits; in one kernel where there is one."""
-    own, fixed = plan.preprocessing[0], jax.lax.stop_gradient(x)
+    preprocessing, fixed = plan.preprocessing[0], jax.lax.stop_gradient(x)
     # Not within the custom_jvp: policies of jax.checkpoint do not look there.
-    if own == NO_PREPROCESSING and not clip:
-        floats = dataclasses.replace(own, dequantized=True)
+    if preprocessing == NO_PREPROCESSING and not clip:
+        floats = dataclasses.replace(preprocessing, dequantized=True)
         (y,) = quantized(fixed, (data,), plan=dataclasses.replace(plan, preprocessing=(floats,)))
         return _straight_through(x, y, None)
     (q,) = quantized(fixed, (data,), plan=plan)
     y = dequantized(q, plan=_inverse(plan), transpose=False)
-    if dataclasses.replace(own, window=BLOCK) == NO_PREPROCESSING:
+    if dataclasses.replace(preprocessing, window=BLOCK) == NO_PREPROCESSING:
         return _straight_through(x, y, _saturated(fixed, q.scales, plan) if clip else None)
-    if own.prescale is not None:
-        y = y / np.float32(own.prescale)
-    turns = own.hadamard > 0
-    where = (own.hadamard, flips_of(own, data[1]) if turns else None, plan.axis)
+    if preprocessing.prescale is not None:
+        y = y / np.float32(preprocessing.prescale)
+    turns = preprocessing.hadamard > 0
+    where = (preprocessing.hadamard, flips_of(preprocessing, data[1]) if turns else None, plan.axis)
     turned = rotated(x.astype(jnp.float32), *where) if turns and clip else x
 
     def back(y: jax.Array) -> jax.Array:
@@ -122,8 +122,8 @@ def _fake_quantize(x: jax.Array, data: Data, *, plan: Plan, clip: bool) -> jax.A
     if not clip:
         return _straight_through(x, back(y), None)
     elements = jax.lax.stop_gradient(turned)
-    if own.prescale is not None:
-        elements = reference.times(elements.astype(jnp.float32), own.prescale)
+    if preprocessing.prescale is not None:
+        elements = reference.times(elements.astype(jnp.float32), preprocessing.prescale)
     saturated = _saturated(elements, q.scales, plan)
     return back(_straight_through(turned.astype(jnp.float32), y, saturated))
 
@@ -155,7 +155,7 @@ def _straight_through(x: jax.Array, y: jax.Array, saturated: jax.Array | None) -
 
 def _inverse(plan: Plan) -> Plan:
     """The plan that dequantizes the codes: to float32 where preprocessing must be undone."""
-    (own,) = plan.preprocessing
-    plain = dataclasses.replace(own, window=BLOCK) == NO_PREPROCESSING
+    (preprocessing,) = plan.preprocessing
+    plain = dataclasses.replace(preprocessing, window=BLOCK) == NO_PREPROCESSING
     dtype = plan.dtype if plain else np.dtype(np.float32)
     return dataclasses.replace(plan.inverse, dtype=dtype)

@@ -110,21 +110,21 @@ def gated(
     op = "gated"
     row_of(op, activation)
     up = None if up is None else array_of(op, "up", up)
-    x, own = array_of(op, "gate_up", gate_up), Gated(activation, weights, up, interleaved)
+    x, gate = array_of(op, "gate_up", gate_up), Gated(activation, weights, up, interleaved)
     quantizer = quantizer_of(op, format, both, options)
     if quantizer is None:
         if floats is not None:
             raise ValueError(f"{op}: floats come beside a format; drop floats, or give one")
-        return made(op, x, own)
+        return made(op, x, gate)
     wanted = floats is not None and flag(op, "floats", floats)
     by_rows = options.get("rows") is not None  # of the result
     if not (wanted or by_rows):
-        return Activated(None, quantizer(x, activation=own))
+        return Activated(None, quantizer(x, activation=gate))
     stop = jax.lax.stop_gradient if wanted else lambda y: y  # codes have no derivative
-    fused = None if by_rows else stop(own).of(op, x, floats=True)
+    fused = None if by_rows else stop(gate).of(op, x, floats=True)
     if fused is None:
-        y = made(op, x, own)
+        y = made(op, x, gate)
         return Activated(y if wanted else None, quantizer(stop(y)))
-    *found, y = quantizer(stop(x), activation=fused)
-    y = known(y.reshape(own.gates_of(op, x).shape), x, own)
-    return Activated(y, tuple(found) if both else found[0])
+    *forms, y = quantizer(stop(x), activation=fused)
+    y = known(y.reshape(gate.gates_of(op, x).shape), x, gate)
+    return Activated(y, tuple(forms) if both else forms[0])

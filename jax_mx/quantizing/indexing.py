@@ -90,12 +90,12 @@ def indexed(op: str, q: MXArray, index: Any) -> MXArray:
         ("values", {q.axis: q.format.codes_per_byte}),
         ("scales", dict.fromkeys(whole, BLOCK)),
     ):
-        own = list(entries)
+        part_index = list(entries)
         for axis, part in whole.items():
             per = by.get(axis, 1)
-            own[places[axis]] = FULL if _is_full(part) else slice(part.start // per,
+            part_index[places[axis]] = FULL if _is_full(part) else slice(part.start // per,
                                                                   part.stop // per)  # fmt: skip
-        arrays[name] = getattr(rows, name)[tuple(own)]
+        arrays[name] = getattr(rows, name)[tuple(part_index)]
     window = _window_of_part(q, entries, places)
     rows = dataclasses.replace(rows, axis=axes[-1], window=window, **arrays)
     return _in_layouts_of(op, rows, q)
@@ -141,34 +141,34 @@ def _is_full(entry: Any) -> bool:
 
 def _entries(op: str, q: MXArray, index: Any) -> tuple[list, dict[int, int]]:
     """The index with an entry for each axis, beside None's; and where that of each axis stands."""
-    each = [*index] if isinstance(index, tuple) else [index]
-    taken = sum(_axes_of(op, entry) for entry in each)
-    dots = [i for i, entry in enumerate(each) if entry is Ellipsis]
+    parts = [*index] if isinstance(index, tuple) else [index]
+    taken = sum(_axes_of(op, entry) for entry in parts)
+    dots = [i for i, entry in enumerate(parts) if entry is Ellipsis]
     if len(dots) > 1:
         raise IndexError(f"{op}: an index has one ... at most, got {shown(index)}")
     if taken > q.ndim:
         raise IndexError(f"{op}: {shown(index)} has too many indices for the shape {q.shape}")
-    at = dots[0] if dots else len(each)
-    each[at : at + 1] = [FULL] * (q.ndim - taken)
-    given: list[Any] = []
+    at = dots[0] if dots else len(parts)
+    parts[at : at + 1] = [FULL] * (q.ndim - taken)
+    entries: list[Any] = []
     axis = 0
-    for entry in each:
+    for entry in parts:
         if _is_mask(entry):
             if entry.shape != q.shape[axis : axis + entry.ndim]:
                 raise IndexError(f"{op}: a mask {entry.shape} does not fit the shape {q.shape}")
-            given += jnp.nonzero(entry)
+            entries += jnp.nonzero(entry)
         else:
-            given.append(int(entry) if isinstance(entry, np.integer) else entry)
+            entries.append(int(entry) if isinstance(entry, np.integer) else entry)
         axis += _axes_of(op, entry)
-    places = [i for i, entry in enumerate(given) if entry is not None]
-    for axis, place in enumerate(places):
-        entry, length = given[place], q.shape[axis]
+    places = [i for i, entry in enumerate(entries) if entry is not None]
+    for axis, at_entry in enumerate(places):
+        entry, length = entries[at_entry], q.shape[axis]
         if isinstance(entry, int) and isinstance(length, int) and not -length <= entry < length:
             raise IndexError(
                 f"{op}: index {entry} is out of range for axis {axis} of length {length}"
             )
         _require_counted(entry, length)
-    return given, {axis - q.ndim: place for axis, place in enumerate(places)}
+    return entries, {axis - q.ndim: at_entry for axis, at_entry in enumerate(places)}
 
 
 def _require_counted(entry: Any, length: Any) -> None:
@@ -253,14 +253,14 @@ def _places_after(ndim: int, entries: list, places: list[int]) -> list[int]:
     """Where axes lie in the indexed array, negative; `places` says where their entries stand."""
     axes = []
     index = tuple(FULL if i in places else entry for i, entry in enumerate(entries))
-    for place in places:
+    for at_entry in places:
         shapes = []
         for length in (1, 2):  # the axis is where this makes a difference
             lengths = (
-                length if i == place else 2**20 for i, e in enumerate(index) if e is not None
+                length if i == at_entry else 2**20 for i, e in enumerate(index) if e is not None
             )
-            like = jax.ShapeDtypeStruct((*lengths,), jnp.uint8)
-            shapes.append(jax.eval_shape(lambda a: a[index], like).shape)
+            abstract = jax.ShapeDtypeStruct((*lengths,), jnp.uint8)
+            shapes.append(jax.eval_shape(lambda a: a[index], abstract).shape)
         pairs = list(zip(*shapes, strict=True))
         axes.append(next(i for i, (one, two) in enumerate(pairs) if one != two) - len(pairs))
     return axes
@@ -270,9 +270,9 @@ def _places_after(ndim: int, entries: list, places: list[int]) -> list[int]:
 def reshaped(op: str, q: MXArray, shape: Any) -> MXArray:
     """`q.reshape(shape)`; see `MXArray.reshape`."""
     old = q.shape
-    like = jax.ShapeDtypeStruct(old, jnp.uint8)
+    abstract = jax.ShapeDtypeStruct(old, jnp.uint8)
     try:
-        new = jax.eval_shape(lambda a: a.reshape(shape), like).shape
+        new = jax.eval_shape(lambda a: a.reshape(shape), abstract).shape
     except (TypeError, ValueError, AssertionError) as error:  # an assertion: of keys
         raise TypeError(
             f"{op}: {old} has no shape {shown(shape)}; give ints, or a tuple of them, for as many "
@@ -334,11 +334,11 @@ def joined(op: str, arrays: list[MXArray], axis: int) -> MXArray:
     """Arrays that differ in the length of `axis`, negative, alone; one behind the other."""
     first = arrays[0]
     order = moved_last(tuple(range(-first.ndim, 0)), first.axis)  # of axes in tiles of scales
-    place = order.index(axis) - first.ndim
+    index = order.index(axis) - first.ndim
     *others, _ = arrays
-    if first.scale_layout.is_tiled and place >= -2:
+    if first.scale_layout.is_tiled and index >= -2:
         pads = [q.padding.numbers for q in others]
-        if any(pad is None or pad[place] for pad in pads):  # tiles would not follow one another
+        if any(pad is None or pad[index] for pad in pads):  # tiles would not follow one another
             rows = joined(op, [with_scales(op, q, ROW_MAJOR) for q in arrays], axis)
             return with_scales(op, rows, first.scale_layout)
     window = first.window
@@ -346,6 +346,6 @@ def joined(op: str, arrays: list[MXArray], axis: int) -> MXArray:
         ends = np.cumsum([q.shape[axis] for q in others])
         window = BLOCK if window == ROW else _window_from(first, ends.tolist())
     values = jnp.concatenate([q.values for q in arrays], axis - first.value_layout.is_tiled)
-    at = place - 1 if first.scale_layout.is_tiled else axis
+    at = index - 1 if first.scale_layout.is_tiled else axis
     scales = jnp.concatenate([q.scales for q in arrays], at)
     return dataclasses.replace(first, values=values, scales=scales, window=window)

@@ -42,15 +42,16 @@ def stack(arrays: Sequence[MXArray], axis: int = 0) -> MXArray:
       ValueError: there are no arrays, they differ, or square blocks would leave the last two axes.
     """
     op = "stack"
-    each = _alike(op, arrays)
-    for i, q in enumerate(each):
-        if q.shape != each[0].shape:
+    operands = _alike(op, arrays)
+    for i, q in enumerate(operands):
+        if q.shape != operands[0].shape:
             raise ValueError(
-                f"{op}: array {i} has the shape {q.shape}, array 0 {each[0].shape}; they must agree"
+                f"{op}: array {i} has the shape {q.shape}, array 0 {operands[0].shape}; "
+                "they must agree"
             )
-    at = axis_of(op, axis, each[0].ndim + 1) + each[0].ndim + 1
+    at = axis_of(op, axis, operands[0].ndim + 1) + operands[0].ndim + 1
     index = (*(slice(None),) * at, None)
-    return _joined(op, [indexing.indexed(op, q, index) for q in each], at)
+    return _joined(op, [indexing.indexed(op, q, index) for q in operands], at)
 
 
 def swapaxes(q: MXArray, axis1: int, axis2: int) -> MXArray:
@@ -79,25 +80,25 @@ def _alike(op: str, arrays: Sequence[MXArray]) -> list[MXArray]:
         raise TypeError(f"{op}: it takes a list of MXArrays, got one MXArray")
     if not isinstance(arrays, Iterable) or getattr(arrays, "ndim", 1) == 0:
         raise TypeError(f"{op}: it takes a list of MXArrays, got {shown(arrays)}")
-    each = [checked(op, f"array {i}", q) for i, q in enumerate(arrays)]
-    if not each:
+    operands = [checked(op, f"array {i}", q) for i, q in enumerate(arrays)]
+    if not operands:
         raise ValueError(f"{op}: it takes one array at least, got none")
-    for i, q in enumerate(each):
-        first = metadata.fields_of(each[0])
+    for i, q in enumerate(operands):
+        first = metadata.fields_of(operands[0])
         metadata.require_same(op, f"array {i}", metadata.fields_of(q), first)
-        if q.ndim != each[0].ndim:
-            raise ValueError(f"{op}: array {i} has rank {q.ndim}, array 0 {each[0].ndim}")
-    return each
+        if q.ndim != operands[0].ndim:
+            raise ValueError(f"{op}: array {i} has rank {q.ndim}, array 0 {operands[0].ndim}")
+    return operands
 
 
 def _joined(op: str, arrays: Sequence[MXArray], axis: int) -> MXArray:
-    each = _alike(op, arrays)
-    along = axis_of(op, axis, each[0].ndim)
-    for i, q in enumerate(each):
-        pairs = zip(q.shape, each[0].shape, strict=True)
+    operands = _alike(op, arrays)
+    along = axis_of(op, axis, operands[0].ndim)
+    for i, q in enumerate(operands):
+        pairs = zip(q.shape, operands[0].shape, strict=True)
         if any(a != b for d, (a, b) in enumerate(pairs, -q.ndim) if d != along):
             raise ValueError(
-                f"{op}: array {i} has the shape {q.shape}, array 0 {each[0].shape}; they may "
+                f"{op}: array {i} has the shape {q.shape}, array 0 {operands[0].shape}; they may "
                 f"differ along axis {axis} alone"
             )
-    return indexing.joined(op, each, along)
+    return indexing.joined(op, operands, along)

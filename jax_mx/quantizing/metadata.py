@@ -126,14 +126,14 @@ def description_in(name: str) -> dict[str, Any] | None:
     """The fields in a name of `scales_name`, as `read` takes them; None for another name."""
     if not name.startswith(_SCALES):
         return None
-    found: dict[str, Any] = dict(
+    header: dict[str, Any] = dict(
         pair.split("=", 1) for pair in name.removeprefix(_SCALES).split(",") if "=" in pair
     )
     for field in ("axis", "block", "window"):
-        if re.fullmatch(r"-?[0-9]+(x[0-9]+)*", found.get(field, "")):  # else `read` says so
-            numbers = [int(n) for n in found[field].split("x")]
-            found[field] = numbers if field == "block" or len(numbers) > 1 else numbers[0]
-    return found
+        if re.fullmatch(r"-?[0-9]+(x[0-9]+)*", header.get(field, "")):  # else `read` says so
+            numbers = [int(n) for n in header[field].split("x")]
+            header[field] = numbers if field == "block" or len(numbers) > 1 else numbers[0]
+    return header
 
 
 # ---- what is known of the shape ---
@@ -165,16 +165,16 @@ class Known:
 UNKNOWN = Known()
 
 
-def register_for_export(kind: type, name: str = "") -> None:
+def register_for_export(node_type: type, name: str = "") -> None:
     """Lets exported programs take a pytree of this type, whose static part is a tuple for JSON.
 
     Args:
-      kind: the type.
+      node_type: the type.
       name: by which exported programs know it; its own by default.
     """
     jax.export.register_pytree_node_serialization(
-        kind,
-        serialized_name=f"jax_mx.{name or kind.__name__}",
+        node_type,
+        serialized_name=f"jax_mx.{name or node_type.__name__}",
         serialize_auxdata=lambda aux: json.dumps(aux).encode(),
         deserialize_auxdata=lambda text: tuple(json.loads(text)),
     )

@@ -267,8 +267,8 @@ class MXArray:
             `quantize` refuses.
         """
         op = "from_parts"
-        given = (format, axis, scale_layout, block, value_layout, window)
-        fields = metadata.read(op, dict(zip(metadata.FIELDS, given, strict=True)))
+        arguments = (format, axis, scale_layout, block, value_layout, window)
+        fields = metadata.read(op, dict(zip(metadata.FIELDS, arguments, strict=True)))
         storage = fields["format"].storage
         values = _of_bytes(op, "values", values, storage)
         q = cls(values, _of_bytes(op, "scales", scales, SCALE_DTYPE), **fields)
@@ -373,8 +373,8 @@ class MXArray:
             ("scales", scales, SCALE_DTYPE),
         ):
             if not hasattr(array, "dtype") or array.dtype != want:
-                found = getattr(array, "dtype", type(array).__name__)
-                raise TypeError(f"{op}: {name} are {found}, must be {want}")
+                got = getattr(array, "dtype", type(array).__name__)
+                raise TypeError(f"{op}: {name} are {got}, must be {want}")
         values, scales, spans = jnp.asarray(values), jnp.asarray(scales), block_of(op, block)
         lengths = values.shape[-len(spans) :]
         if len(lengths) < len(spans) or any(length % BLOCK for length in lengths):
@@ -482,11 +482,11 @@ class MXArray:
     def __repr__(self) -> str:
         """Types and names as arguments take them, not the numbers."""
         leaves = (("values", self.values), ("scales", self.scales))
-        each = {name: _type_of(leaf) for name, leaf in leaves}
-        own = metadata.described(metadata.fields_of(self))
-        for name, value in own.items():
-            each[name] = repr(tuple(value) if isinstance(value, list) else value)
-        return f"MXArray({', '.join(f'{name}={text}' for name, text in each.items())})"
+        texts = {name: _type_of(leaf) for name, leaf in leaves}
+        metadata_texts = metadata.described(metadata.fields_of(self))
+        for name, value in metadata_texts.items():
+            texts[name] = repr(tuple(value) if isinstance(value, list) else value)
+        return f"MXArray({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
         raise TypeError(_NO_ARRAY)
@@ -494,11 +494,11 @@ class MXArray:
     def __array_function__(self, function: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         """Functions of NumPy, of which np.array_equal would take any error for "no"."""
         if function in (np.shape, np.ndim, np.size):
-            like = np.broadcast_to(np.zeros((), np.uint8), self.shape)
-            return function(like, *args[1:], **{k: v for k, v in kwargs.items() if k != "a"})
+            abstract = np.broadcast_to(np.zeros((), np.uint8), self.shape)
+            return function(abstract, *args[1:], **{k: v for k, v in kwargs.items() if k != "a"})
         raise TypeError(f"np.{function.__name__}: {_NO_ARRAY}")
 
-    # What Python would answer by itself looks at the object, not at its numbers.
+    # Python's own answer would look at the object, not at its numbers.
     def __contains__(self, item: object) -> bool:
         raise TypeError(f"in: {_NO_ARRAY}; ask what .dequantize() holds")
 
@@ -524,11 +524,11 @@ def _type_of(leaf: Any) -> str:
 
 def _of_bytes(op: str, name: str, array: Any, dtype: np.dtype) -> jax.Array:
     """An array of this dtype, of one that has it or the same bits as bytes."""
-    found = getattr(array, "dtype", None)
-    if found not in (dtype, np.uint8):
-        found = type(array).__name__ if found is None else found
-        hint = "; MXArray.from_float4 takes these" * (found == jnp.float4_e2m1fn)
-        raise TypeError(f"{op}: {name} are {found}, must be {dtype} or its bits as uint8{hint}")
+    got = getattr(array, "dtype", None)
+    if got not in (dtype, np.uint8):
+        got = type(array).__name__ if got is None else got
+        hint = "; MXArray.from_float4 takes these" * (got == jnp.float4_e2m1fn)
+        raise TypeError(f"{op}: {name} are {got}, must be {dtype} or its bits as uint8{hint}")
     return jax.lax.bitcast_convert_type(jnp.asarray(array), dtype)
 
 
@@ -595,8 +595,8 @@ def dequantized(q: MXArray, *, plan: Plan, transpose: bool) -> jax.Array:
     values, scales = placed(q.values, q.shape, plan), q.scales
     shape, spec = q.shape, spec_of(values)
     if is_explicit(jax.typeof(values).sharding.mesh):
-        beside = stored_spec(spec, plan.axes, plan.scale_layout)
-        scales = resharded(scales, beside, jax.typeof(values).sharding.mesh)
+        scale_spec = stored_spec(spec, plan.axes, plan.scale_layout)
+        scales = resharded(scales, scale_spec, jax.typeof(values).sharding.mesh)
     if plan.transpose:
         shape, spec = (moved_last(dims, -2) for dims in (shape, spec))
     viewed = Viewed.of(plan.view, shape, spec, plan.first_axis)
@@ -614,15 +614,15 @@ def checked(op: str, name: str, q: Any) -> MXArray:
     """
     q = held(q)
     if not isinstance(q, MXArray):
-        found = type(q).__name__
-        raise TypeError(f"{op}: {name} must be an MXArray, as quantize returns, got {found}")
+        got = type(q).__name__
+        raise TypeError(f"{op}: {name} must be an MXArray, as quantize returns, got {got}")
     format, layout, values_in, block = q.format, q.scale_layout, q.value_layout, q.block
     for field, want in (("values", format.storage), ("scales", SCALE_DTYPE)):
         array = getattr(q, field)
         has_elements(op, f"{name}.{field}", array)
         if not hasattr(array, "dtype") or array.dtype != want:
-            found = getattr(array, "dtype", type(array).__name__)
-            raise TypeError(f"{op}: {name}.{field} is {found}, {format!r} has {want}")
+            got = getattr(array, "dtype", type(array).__name__)
+            raise TypeError(f"{op}: {name}.{field} is {got}, {format!r} has {want}")
     tile = values_in.tile
     if values_in.is_tiled and (q.values.ndim < 3 or q.values.shape[-1] != tile[0] * tile[1]):
         raise ValueError(
@@ -694,8 +694,8 @@ def _spans_of(q: MXArray) -> Known:
     """See `MXArray.spans`."""
     if (lengths := _spanned(q)) is None:
         return UNKNOWN
-    each = _whole(q)
-    return Known(tuple(0 if each and n % each == 0 else n for n in lengths), "spans")
+    length = _whole(q)
+    return Known(tuple(0 if length and n % length == 0 else n for n in lengths), "spans")
 
 
 def _window_here(q: MXArray) -> Window:
@@ -704,12 +704,12 @@ def _window_here(q: MXArray) -> Window:
     A part keeps the equal scales of a row, and of windows that its edges do not cut. A longer array
     keeps them where whole windows follow one another.
     """
-    lengths, each = _spanned(q), _whole(q)
+    lengths, whole_span = _spanned(q), _whole(q)
     if lengths is None or q.spans.numbers is None:
         return q.window
-    for here, made in zip(lengths, q.spans.numbers, strict=True):
-        whole = not each or here % each == 0 or each % here == 0
-        if here != made and not (whole and (made == 0 or here < made)):
+    for here, before in zip(lengths, q.spans.numbers, strict=True):
+        whole = not whole_span or here % whole_span == 0 or whole_span % here == 0
+        if here != before and not (whole and (before == 0 or here < before)):
             return BLOCK
     return q.window
 
@@ -790,10 +790,10 @@ def serialized(aux: Aux) -> bytes:
 
 def deserialized(text: bytes) -> Aux:
     """The inverse of `serialized`."""
-    found = json.loads(text)
-    known = {name: found.pop(name, None) for name in ("padding", "spans")}
-    fields = metadata.read("jax.export.deserialize", found)
-    return *fields.values(), *(Known(each and tuple(each), name) for name, each in known.items())
+    header = json.loads(text)
+    known = {name: header.pop(name, None) for name in ("padding", "spans")}
+    fields = metadata.read("jax.export.deserialize", header)
+    return *fields.values(), *(Known(n and tuple(n), name) for name, n in known.items())
 
 
 jax.export.register_pytree_node_serialization(

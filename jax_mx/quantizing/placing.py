@@ -29,9 +29,9 @@ def placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
       ShardingTypeError: on a mesh with explicit axes, a shard splits a block.
     """
     for axis in plan.axes:
-        own = plan.preprocessing[-1 - axis if plan.op == "quantize_both" else 0]
-        what = "blocks" if own.window == BLOCK else "windows"
-        require_whole_groups(plan.name, x, shape, axis, own.group, what)
+        preprocessing = plan.preprocessing[-1 - axis if plan.op == "quantize_both" else 0]
+        groups = "blocks" if preprocessing.window == BLOCK else "windows"
+        require_whole_groups(plan.name, x, shape, axis, preprocessing.group, groups)
     if not plan.has_units:
         return x
     swapped = plan.op == "dequantize" and plan.transpose
@@ -42,7 +42,7 @@ def placed(x: jax.Array, shape: tuple[int, ...], plan: Plan) -> jax.Array:
 
 
 def require_whole_groups(
-    op: str, x: jax.Array, shape: tuple[int, ...], axis: int, group: int, what: str = "blocks"
+    op: str, x: jax.Array, shape: tuple[int, ...], axis: int, group: int, groups: str = "blocks"
 ) -> None:
     """Refuses an x whose shards split groups of elements along `axis`, on an explicit mesh.
 
@@ -55,6 +55,6 @@ def require_whole_groups(
     if shards > 1 and length % (shards * group):
         raise private.ShardingTypeError(
             f"{op}: axis {axis} of length {length} is split over {' x '.join(names)} in "
-            f"{shards} shards of {length / shards:g}, which does not keep its {what} of "
+            f"{shards} shards of {length / shards:g}, which does not keep its {groups} of "
             f"{group} whole; reshard it with jax.sharding.reshard"
         )

@@ -263,6 +263,9 @@ class ProductPlan:
       tiled: whether x's values and scales lie in AMD's tiles, and W's; kernels for AMD read them.
       parts: of these floats' rows, each of which has amaxes of columns of its own; of "matmul_fp8"
         the parts of the contracted axis that codes of W lie in, one behind the other.
+      fast: see `ProductKernel`.
+      eps: of "normed".
+      narrow: see `facts.product_kernels.ProductKernel`.
     """
 
     op: str
@@ -278,6 +281,9 @@ class ProductPlan:
     source: Source = X
     tiled: tuple[bool, bool, bool, bool] = (False, False, False, False)
     parts: int = 1
+    fast: bool = False
+    eps: float = 0.0
+    narrow: bool = False
     # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
@@ -307,13 +313,16 @@ class ProductPlan:
     @property
     def scalars(self) -> dict[str, int]:
         """The numbers that a kernel may ask for by name."""
+        if self.op == "normed":
+            return {"eps": int(np.float32(self.eps).view(np.int32))}
         return {"tiled": sum(is_tiled << i for i, is_tiled in enumerate(self.tiled))}
 
     def product(self, dsl: str) -> ProductKernel:
         """The kernel that the plan asks for; it may not exist."""
         kinds = self.window, self.tiles, self.free, self.floats, str(self.source)
         parted = self.op == "matmul_fp8" and self.parts > 1
-        return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds, parted)
+        last = parted, self.fast, self.narrow
+        return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds, *last)
 
 
 AnyPlan = Plan | ProductPlan

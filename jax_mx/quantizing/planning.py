@@ -59,7 +59,7 @@ class Options:
         return cls(formats, transpose=transpose, value_layouts=pairs[0], preprocessing=pairs[1])
 
 
-# What the public functions made of their arguments before: eager calls come again and again.
+# Plans of earlier calls: eager calls come again and again.
 _plans: dict[Any, Plan] = {}
 _MOST = 4096
 
@@ -75,11 +75,11 @@ def planned(op: str, x: Any, options: Options) -> Plan:
     """
     try:
         key = (op, x.shape, x.dtype, *map(_key, vars(options).values()))
-        found = _plans.get(key) if all(type(n) is int for n in x.shape) else None
+        known = _plans.get(key) if all(type(n) is int for n in x.shape) else None
     except TypeError:  # some argument has no hash: it may be a list
-        key = found = None
-    if found is not None:
-        return found
+        key = known = None
+    if known is not None:
+        return known
     plan = _plan(op, x.dtype, x.shape, options)
     if key is not None and all(type(n) is int for n in x.shape):
         if len(_plans) >= _MOST:
@@ -103,10 +103,10 @@ def _plan(op: str, dtype: Any, shape: tuple[int, ...], asked: Options) -> Plan:
         pairs = {n: getattr(asked, n) for n in ("formats", "transpose", "value_layouts")}
         pairs_fit(op, len(shape), **pairs)
         transpose = transpose[1]
-    formats = tuple(named(f"{op}: format", FORMATS, each) for each in asked.formats)
+    formats = tuple(named(f"{op}: format", FORMATS, format) for format in asked.formats)
     scale_layout = named(f"{op}: scale_layout", SCALE_LAYOUTS, asked.scale_layout)
     value_layouts = tuple(
-        named(f"{op}: value_layout", VALUE_LAYOUTS, each) for each in asked.value_layouts
+        named(f"{op}: value_layout", VALUE_LAYOUTS, layout) for layout in asked.value_layouts
     )
     plan = Plan(
         op,
@@ -130,7 +130,7 @@ def _plan(op: str, dtype: Any, shape: tuple[int, ...], asked: Options) -> Plan:
         swaps_fit(op, len(shape))
     plan = _canonical(plan)
     axes = (-1, -2) if both or plan.is_square else (asked.axis,)  # as the caller counts it
-    whole_blocks(op, shape, axes, [own.hadamard for own in plan.preprocessing])
+    whole_blocks(op, shape, axes, [preprocessing.hadamard for preprocessing in plan.preprocessing])
     axes = (-1, -2) if both else (plan.axis,)
     for axis, layout, format in zip(axes, value_layouts, formats, strict=True):
         moved = plan.transpose and axis == axes[-1] and op != "dequantize"
@@ -162,7 +162,7 @@ def plan_dequantize(q: Any, dtype: Any, transpose: Any, implementation: Any) -> 
 
 def _canonical(plan: Plan) -> Plan:
     """The plan without a `transpose` that changes nothing; checks what fields say together."""
-    if plan.is_square and any(own.hadamard for own in plan.preprocessing):
+    if plan.is_square and any(preprocessing.hadamard for preprocessing in plan.preprocessing):
         raise ValueError(
             f"{plan.op}: a Hadamard transform goes along one axis, square blocks span two; use "
             f"block={BLOCK}"

@@ -73,12 +73,12 @@ class Stochastic(Value):
 
     def __post_init__(self):
         """Raises ValueError for another prescale."""
-        found = [p for p in PRESCALES if _is(self.prescale, p)]
-        if not found:
+        matches = [p for p in PRESCALES if _is(self.prescale, p)]
+        if not matches:
             raise ValueError(
                 f"Stochastic: prescale must be None or 0.75, got {shown(self.prescale)}"
             )
-        object.__setattr__(self, "prescale", found[0])  # no NumPy scalar, as it is hashed
+        object.__setattr__(self, "prescale", matches[0])  # no NumPy scalar, as it is hashed
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("signs",), meta_fields=("size",))
@@ -127,7 +127,7 @@ class Hadamard(Value):
         return cls(size, jax.random.bits(key, (size,), jnp.uint32) < np.uint32(1 << 31))
 
 
-# What of a call's preprocessing is data: a key of `jax.random`, and signs that are a JAX array.
+# The data of a call's preprocessing: a key of `jax.random`, and signs that are a JAX array.
 Data = tuple[jax.Array | None, jax.Array | None]
 
 
@@ -197,30 +197,30 @@ def block_data_of(x: jax.Array, data: Sequence[Data], plan: Plan) -> list[jax.Ar
       data: of each direction, see `data_of`.
       plan: the call.
     """
-    found: list[jax.Array] = []
-    for i, (own, static) in enumerate(zip(data, plan.preprocessing, strict=True)):
+    arrays: list[jax.Array] = []
+    for i, (block_data, static) in enumerate(zip(data, plan.preprocessing, strict=True)):
         axes = (-1 - i,) if plan.op == "quantize_both" else plan.axes
-        found += _block_data(own, static, x, axes)
-    return found
+        arrays += _block_data(block_data, static, x, axes)
+    return arrays
 
 
 def _block_data(
-    data: Data, own: Preprocessing, x: jax.Array, axes: Sequence[int]
+    data: Data, preprocessing: Preprocessing, x: jax.Array, axes: Sequence[int]
 ) -> list[jax.Array]:
     """Seeds, then words of signs, which go along the last of the axes that blocks run along."""
     shape, spec, mesh = divided(x.shape, axes, BLOCK), spec_of(x), jax.typeof(x).sharding.mesh
-    found, (key, signs) = [], data
+    arrays, (key, signs) = [], data
     if key is not None:
         number = iota(shape, 0, spec, mesh)
         for d in range(1, len(shape)):
             number = number * _length(shape[d]) + iota(shape, d, spec, mesh)
         bits = jax.random.bits(key, (2,), jnp.uint32)
-        found.append(reference.seeds(number, bits))
+        arrays.append(reference.seeds(number, bits))
     if signs is not None:
-        even, odd = _flips_of_blocks(_signs("quantize", signs, own.hadamard))
+        even, odd = _flips_of_blocks(_signs("quantize", signs, preprocessing.hadamard))
         which = iota(shape, axes[-1], spec, mesh) & np.uint32(1)
-        found.append(jnp.where(which == 0, even, odd))
-    return found
+        arrays.append(jnp.where(which == 0, even, odd))
+    return arrays
 
 
 def hadamard(
@@ -287,17 +287,17 @@ def rotated(x: jax.Array, size: int, flips: Any, axis: int, inverse: bool = Fals
     return jnp.moveaxis(reshape(groups, shape, spec), -1, axis)
 
 
-def flips_of(own: Preprocessing, signs: jax.Array | None) -> Any:
+def flips_of(preprocessing: Preprocessing, signs: jax.Array | None) -> Any:
     """The elements that a transform negates, as `rotated` takes them.
 
     Args:
-      own: the static part, with a transform.
+      preprocessing: the static part, with a transform.
       signs: an array of JAX, or None where they are static; see `data_of`.
     """
     if signs is not None:
-        return _flips(_signs("hadamard", signs, own.hadamard))
-    even, odd = own.flips or (0, 0)
-    return np.array([(even | odd << BLOCK) >> i & 1 == 1 for i in range(own.hadamard)])
+        return _flips(_signs("hadamard", signs, preprocessing.hadamard))
+    even, odd = preprocessing.flips or (0, 0)
+    return np.array([(even | odd << BLOCK) >> i & 1 == 1 for i in range(preprocessing.hadamard)])
 
 
 def _transform(x: jax.Array, size: int) -> jax.Array:  # (..., size)
@@ -364,8 +364,8 @@ def _check_key(op: str, name: str, key: Any) -> None:
         raw = jax.eval_shape(jax.random.PRNGKey, 0).shape
         raw, want = f", or a raw uint32{[*raw]}", raw
     if shape != want or (raw and dtype != np.uint32):
-        found = shown(key) if shape is None else f"{dtype}{[*shape]}"
-        raise TypeError(f"{op}: {name} must be one key of jax.random{raw}, got {found}")
+        got = shown(key) if shape is None else f"{dtype}{[*shape]}"
+        raise TypeError(f"{op}: {name} must be one key of jax.random{raw}, got {got}")
 
 
 def _signs(op: str, signs: Any, size: int) -> jax.Array | np.ndarray:
@@ -376,16 +376,16 @@ def _signs(op: str, signs: Any, size: int) -> jax.Array | np.ndarray:
     try:
         array = signs if isinstance(signs, jax.Array) else np.asarray(signs)
     except (TypeError, ValueError):
-        array, found = None, type(signs).__name__
+        array, got = None, type(signs).__name__
     else:
-        found = f"{array.dtype}{[*array.shape]}"
+        got = f"{array.dtype}{[*array.shape]}"
         kinds = (np.bool_, jnp.signedinteger, jnp.floating)
         if array.shape != (size,) or not any(jnp.issubdtype(array.dtype, k) for k in kinds):
             array = None
         elif isinstance(array, np.ndarray) and (array != array).any():
-            array, found = None, "a NaN among them"
+            array, got = None, "a NaN among them"
     if array is None:
-        raise ValueError(f"{op}: signs must be {size} bools or numbers of either sign, got {found}")
+        raise ValueError(f"{op}: signs must be {size} bools or numbers of either sign, got {got}")
     return array
 
 

@@ -77,7 +77,7 @@ def quantize(
         computation is lowered, because only then these are known.
       ShardingTypeError: on a mesh with explicit axes, a shard would split a block.
     """
-    own = preprocessing_of("quantize", rounding, hadamard, window)
+    preprocessing = preprocessing_of("quantize", rounding, hadamard, window)
     asked = Options(
         formats=(format,),
         axis=axis,
@@ -88,11 +88,11 @@ def quantize(
         block=block,
         zero_scale=zero_scale,
         value_layouts=(value_layout,),
-        preprocessing=(own,),
+        preprocessing=(preprocessing,),
     )
     data = (data_of(rounding, hadamard),)
-    found: Any = called("quantize", asked, x, data, rows, activation)
-    return found if len(found) > 1 else found[0]  # and the results of a source
+    results: Any = called("quantize", asked, x, data, rows, activation)
+    return results if len(results) > 1 else results[0]  # and the results of a source
 
 
 def quantize_both(
@@ -145,7 +145,7 @@ def quantize_both(
     Raises:
       TypeError, ValueError, NotImplementedError: as for `quantize`.
     """
-    each = pairs("quantize_both", rounding, hadamard)
+    options = pairs("quantize_both", rounding, hadamard)
     asked = Options(
         formats=(format, format) if formats is None else formats,
         scaling=scaling,
@@ -154,11 +154,11 @@ def quantize_both(
         transpose=transpose,
         zero_scale=zero_scale,
         value_layouts=value_layouts,
-        preprocessing=tuple(preprocessing_of("quantize_both", *two, window) for two in each),
+        preprocessing=tuple(preprocessing_of("quantize_both", *two, window) for two in options),
     )
-    data = tuple(data_of(*two) for two in each)
-    found: Any = called("quantize_both", asked, x, data, rows, activation)
-    return found
+    data = tuple(data_of(*two) for two in options)
+    results: Any = called("quantize_both", asked, x, data, rows, activation)
+    return results
 
 
 def quantizer_of(op: str, format: Any, both: Any, options: dict[str, Any]) -> Any:

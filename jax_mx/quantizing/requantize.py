@@ -65,7 +65,7 @@ def requantize(
             implementation=implementation,
         )  # fmt: skip
     rows = numbers_of(op, q, rows)
-    own = (preprocessing_of(op, None, None, window),)
+    preprocessing = (preprocessing_of(op, None, None, window),)
     asked = Options(
         formats=(format,),
         axis=axis,
@@ -73,14 +73,14 @@ def requantize(
         scale_layout=scale_layout,
         implementation=implementation,
         transpose=transpose,
-        preprocessing=own,
+        preprocessing=preprocessing,
         source=CodesSource(q.format.name),
     )
-    like = jax.ShapeDtypeStruct((rows.shape[0], q.shape[1]), jnp.bfloat16)
-    plan = planned("quantize", like, asked)
+    abstract = jax.ShapeDtypeStruct((rows.shape[0], q.shape[1]), jnp.bfloat16)
+    plan = planned("quantize", abstract, asked)
     require_kernel(plan)
-    (found,) = quantized(q.values, (data_of(None, None),), (rows, q.scales), plan=plan)
-    return found
+    (codes,) = quantized(q.values, (data_of(None, None),), (rows, q.scales), plan=plan)
+    return codes
 
 
 def _is_plain(q: MXArray) -> bool:

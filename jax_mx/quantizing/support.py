@@ -97,14 +97,14 @@ def is_supported(
         both = pairs(op_name, rounding, hadamard, split=False)
     window = window_of(op_name, window)
     of_results = BLOCK if op == "dequantize" else window
-    own = tuple(preprocessing_of(op_name, *two, of_results) for two in both)
+    of_operands = tuple(preprocessing_of(op_name, *two, of_results) for two in both)
     zero_scale = zero_scale_of(op_name, zero_scale)
-    if op == "dequantize" and (own != (NO_PREPROCESSING,) or zero_scale):
+    if op == "dequantize" and (of_operands != (NO_PREPROCESSING,) or zero_scale):
         raise ValueError(
             "is_supported: rounding, hadamard and zero_scale are quantize's, dequantize has none"
         )
     # A length of whole blocks, transforms and tiles of values, whatever is asked for.
-    like = jax.ShapeDtypeStruct((2 * BLOCK,) * ndim, float_dtype(op_name, "dtype", dtype))
+    abstract = jax.ShapeDtypeStruct((2 * BLOCK,) * ndim, float_dtype(op_name, "dtype", dtype))
     if op not in ("quantize", "quantize_both", "dequantize"):
         allowed = "'quantize', 'quantize_both' or 'dequantize'"
         raise ValueError(f"is_supported: op {op!r} is unknown; use {allowed}")
@@ -120,14 +120,14 @@ def is_supported(
         block=block if n == 1 else BLOCK,
         zero_scale=zero_scale,
         value_layouts=(value_layout,) * n,
-        preprocessing=own,
+        preprocessing=of_operands,
         source=makes_floats,
     )
     if (makes_floats or by_xla) and (op == "dequantize" or ndim != 2):
         raise ValueError(
             f"{op_name}: rows, activations and norms are those of a matrix to quantize; use ndim=2"
         )
-    plan = planned(op, like, asked)
+    plan = planned(op, abstract, asked)
     served = support_of(plan, device)
     if served.implementation == "xla" and implementation is None:
         refused = support_of(plan, device, kernels_only=True)
@@ -138,7 +138,7 @@ def is_supported(
     return bool(served), str(served)
 
 
-# What `is_supported` takes in words beside a source.
+# `is_supported` takes these flags, or a source.
 _WORDS = ("rows", "norm", "interleaved", "up", "gradient", "floats")
 
 
@@ -177,10 +177,10 @@ def _of_words(op: str, made_of: dict[str, Any], window: Window) -> tuple[Source,
       TypeError, ValueError: see there.
     """
     activation = made_of.get("activation")
-    words = {word: flag(op, word, made_of.get(word, False)) for word in _WORDS}
+    values = {word: flag(op, word, made_of.get(word, False)) for word in _WORDS}
     has_gate = activation is not None and row_of(op, activation).has_gate
-    _check_words(op, activation, has_gate, **words)
-    rows, norm, interleaved, up, gradient, floats = words.values()
+    _check_words(op, activation, has_gate, **values)
+    rows, norm, interleaved, up, gradient, floats = values.values()
     if up and window == ROW and activation in GATED:
         return GatedPairSource(activation), False
     by_xla = up or activation not in (None, *GATED)
@@ -207,7 +207,7 @@ def _check_words(
     Raises:
       ValueError: they do not.
     """
-    for wrong, what in (
+    for wrong, problem in (
         (gradient and (rows or activation is None),
          "gradient is that of an activation without rows"),
         (interleaved and not has_gate, "interleaved is the order of an activation's gates and ups"),
@@ -217,7 +217,7 @@ def _check_words(
          "floats are those of an activation, or of a norm, alone"),
     ):  # fmt: skip
         if wrong:
-            raise ValueError(f"{op}: {what}; give one")
+            raise ValueError(f"{op}: {problem}; give one")
 
 
 def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False) -> Support:
@@ -239,9 +239,9 @@ def support_of(plan: Plan, device: jax.Device | str, kernels_only: bool = False)
         raise TypeError(f"is_supported: device must be a jax.Device or a chip, got {device!r}")
     platform = _platform_of(chips[0])
     if takes_amaxes(plan):  # a kernel that finds them itself comes first
-        found = registry.chosen(plan.finding, platform, chips)
-        if found.is_direct:
-            return found
+        choice = registry.chosen(plan.finding, platform, chips)
+        if choice.is_direct:
+            return choice
     if not kernels_only:
         return registry.chosen(plan, platform, chips)
     first = registry.candidates(plan, platform, chips)[0]

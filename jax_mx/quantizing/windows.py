@@ -63,10 +63,10 @@ def _align(q: MXArray, *, window: Window, block: tuple[int, ...]) -> MXArray:
         rows = _align(q.with_values_in(ROW_MAJOR_VALUES), window=window, block=block)
         return rows.with_values_in(q.value_layout)
     axis = -1 if len(block) == 2 else q.axis
-    own = (Preprocessing(window=window),)
+    preprocessing = (Preprocessing(window=window),)
     plan = Plan(
         "align", np.dtype(np.float32), (q.format,), axis, q.scale_layout, block=block,
-        preprocessing=own,
+        preprocessing=preprocessing,
     )  # fmt: skip
     layout, format = q.scale_layout, q.format
     (result,) = plan.view.results
@@ -74,8 +74,8 @@ def _align(q: MXArray, *, window: Window, block: tuple[int, ...]) -> MXArray:
     spec = spec_of(values)
     of_q = (q.axis,) if len(q.block) == 1 else (-2, -1)
     if is_explicit(jax.typeof(values).sharding.mesh):
-        beside = stored_spec(spec, of_q, layout)
-        scales = resharded(scales, beside, jax.typeof(values).sharding.mesh)
+        scale_spec = stored_spec(spec, of_q, layout)
+        scales = resharded(scales, scale_spec, jax.typeof(values).sharding.mesh)
     viewed = Viewed.of(plan.view, q.shape, spec, plan.first_axis)
     # The dimensions that a block of q spans: the result's, or the one of them that q's run along.
     spans = result.block if len(block) == len(q.block) else (result.block[q.axis],)

@@ -16,8 +16,8 @@ def entries(product: ProductKernel, arch: str, tile=None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
     plain = (PlainFree if product.free else Plain)(product, arch)
     if product.rows == DIRECT:  # what these do not serve, the next larger tiles do
-        direct = Direct(product, arch, tile)
-        return [direct, *entries(dataclasses.replace(product, rows=FEWEST), arch)]
+        fewest = dataclasses.replace(product, rows=FEWEST, narrow=False)
+        return [Direct(product, arch, tile), *entries(fewest, arch)]
     if product.rows <= FEW:
         entry_class = Few if product.formats[0].codes_per_byte == 1 else Nibbles
         tile = tile or Rings(**plain.tuned("Few"))

@@ -191,7 +191,7 @@ class Windows(Pipeline):
                     base, self.w_at, self.types[1], self.columns, self.below, stages
                 )
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, across, t, width)
+                    row, _, n0 = self.place(index, at, across, t, width)
                     begin, count = self.stretch(at, total)
                     tsX, tgX = self.partition(ax, mX, into_x, row)
                     tsW, tgW = self.partition(aw, mW[None, None, self.matrix(at)], into_w, n0)
@@ -215,7 +215,7 @@ class Windows(Pipeline):
                     at = self.seek(index, at, sizes, length, groups, across)
             else:
                 while at[0] < groups:
-                    row, end, n0 = self.place(index, at, across, t, width)
+                    row, _, n0 = self.place(index, at, across, t, width)
                     begin, count = self.stretch(at, total)
                     slot, phase = self.bring(
                         sx, sw, base, full, empty, slot, phase, warp - 9, lane, row, n0,
@@ -225,108 +225,124 @@ class Windows(Pipeline):
                     at = self.seek(index, at, sizes, length, groups, across)
         else:
             cute.arch.setmaxregister_increase(232)
-            mine = warp // 4  # which 128 columns
-            g, q = lane // 4, lane % 4
-            op = warpgroup.MmaF8Op(
-                *self.types, Float32, (64, 128, 32), warpgroup.OperandSource.SMEM,
-                OperandMajorMode.K, OperandMajorMode.K,
+            self.consume(
+                sX, sW, base, full, empty, index, at, across, length, windows, cluster, clusters,
+                tid, bid, grid, sizes, rest, y, t, groups, width, result,
             )  # fmt: skip
-            first = cute.make_tiled_mma(cute.make_mma_atom(op))
-            more = cute.make_tiled_mma(cute.make_mma_atom(op))
-            first.set(warpgroup.Field.ACCUMULATE, False)
-            more.set(warpgroup.Field.ACCUMULATE, True)
-            thread = more.get_slice(tid % 128)
-            tA = [
-                more.make_fragment_A(
-                    thread.partition_A(cute.local_tile(sX, (64, LINE, stages), (h, 0, 0)))
-                )
-                for h in range(self.halves)
-            ]
-            tB = more.make_fragment_B(
-                thread.partition_B(cute.local_tile(sW, (128, LINE, stages), (mine, 0, 0)))
-            )
-            part = cute.make_rmem_tensor(more.partition_shape_C((64, 128)), Float32)
-            flat = cute.make_tensor(part.iterator, cute.make_layout(64))
-            sums = cute.make_rmem_tensor((64, self.halves), Float32)
-            left = cute.make_rmem_tensor(2, Float32)
-            right = cute.make_rmem_tensor(4, Float32)
-            scales = base.toint() + self.scales_at
-            my_row = warp % 4 * 16 + g
-            at_x = scales + my_row * 4
-            at_w = scales + self.rows * 4 + (mine * 4 + q) * (PITCH * 4)
-            # Where the walk is lies in shared memory meanwhile, a warp's own: registers are few.
-            kept = base.toint() + HEAD // 2 + warp * 16
-            self.keep(kept, at)
-            exists = at[0] < groups
-            self.begin_turns(mine)
-            while exists:
-                sums.fill(0.0)
-                for _ in cutlass.range(self.windows_of(kept, windows), unroll=1):
-                    shift = slot * (self.floats * 4)
-                    slots = [slot + u for u in range(self.span)]  # span divides stages
-                    for h in range_constexpr(self.halves):
-                        for u in range_constexpr(self.span):
-                            if const_expr(h == 0):
-                                cute.arch.mbarrier_wait(full + slots[u], phase)
-                            if const_expr(u == 0):
-                                self.take_turn(mine)
-                                warpgroup.fence()
-                            for k in range_constexpr(LINE // 32):
-                                cute.gemm(
-                                    first if u == 0 and k == 0 else more,
-                                    part,
-                                    tA[h][None, None, k, slots[u]],
-                                    tB[None, None, k, slots[u]],
-                                    part,
-                                )
-                        warpgroup.commit_group()
-                        self.pass_turn(mine)
-                        if const_expr(self.by_row):
-                            left[0] = self.shared_vector(base.toint() + self.one_at, 1)[0]
-                        else:
-                            self.load_rows(at_x + shift, left, h)
-                            self.load_columns(at_w + shift, right, 0)
-                        warpgroup.wait_group(0)
-                        if const_expr(h == self.halves - 1 and self.early):
-                            self.give_back_all(empty, slots)
-                        for eighth in range_constexpr(8):
-                            if const_expr(eighth > 0 and not self.by_row):
-                                self.load_columns(at_w + shift, right, eighth)
-                            self.promote(sums, flat, left, right, h, eighth)
-                        if const_expr(h == self.halves - 1 and not self.early):
-                            self.give_back_all(empty, slots)
-                    slot += self.span
-                    if slot == stages:
-                        slot = Int32(0)
-                        phase = phase ^ 1
-                if const_expr(self.by_row):
-                    number = (index - cluster) // clusters
-                    self.scale(sums, left, right, at_x, at_w, empty + stages, number)
-                here = self.recalled(kept)
-                row, end, n0 = self.place(index, here, across, t, width)
-                before = self.before(here, t, width)
-                to = y.toint() + before * self.size_in_bytes(result)
-                operands: cutlass.Constexpr = dict(zip(self.epilogue, rest, strict=True))
-                lines: cutlass.Constexpr = [
-                    (row + my_row + 64 * h + 8 * r, 64 * h + 2 * r)
-                    for h in range(self.halves)
-                    for r in range(2)
-                ]
-                its: cutlass.Constexpr = [
-                    (n0 + mine * 128 + 8 * c + 2 * q + e, 4 * c + e)
-                    for c in range(16)
-                    for e in range(2)
-                ]
-                every = cute.make_tensor(sums.iterator, cute.make_layout(64 * self.halves))
-                self.finish_all(operands, every, lines, its, here[0], end, width, before)
-                self.results(to, sums, row + my_row, end, n0 + mine * 128, q, width, result)
-                index += clusters
-                here = self.seek(index, here, sizes, length, groups, across)
-                self.keep(kept, here)
-                exists = here[0] < groups
-            self.end_turns(mine)
-            self.finish(y, rest, kept, t, width, result, bid, grid, tid)
         self.leave()
+
+    @cute.jit
+    def consume(
+        self, sX, sW, base, full, empty, index: Int32, at, across: Int32, length: Int32,
+        windows: Int32, cluster: Int32, clusters: Int32, tid: Int32, bid: Int32, grid: Int32,
+        sizes, rest, y, t: Int32, groups: Int32, width: Int32, result: Int32,
+    ):  # fmt: skip
+        """A consumer's part: the products of all tiles of its thread block, window by window."""
+        stages: cutlass.Constexpr = self.stages
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        slot = Int32(0)
+        phase = Int32(0)
+        mine = warp // 4  # which 128 columns
+        g, q = lane // 4, lane % 4
+        op = warpgroup.MmaF8Op(
+            *self.types, Float32, (64, 128, 32), warpgroup.OperandSource.SMEM,
+            OperandMajorMode.K, OperandMajorMode.K,
+        )  # fmt: skip
+        first = cute.make_tiled_mma(cute.make_mma_atom(op))
+        more = cute.make_tiled_mma(cute.make_mma_atom(op))
+        first.set(warpgroup.Field.ACCUMULATE, False)
+        more.set(warpgroup.Field.ACCUMULATE, True)
+        thread = more.get_slice(tid % 128)
+        tA = [
+            more.make_fragment_A(
+                thread.partition_A(cute.local_tile(sX, (64, LINE, stages), (h, 0, 0)))
+            )
+            for h in range(self.halves)
+        ]
+        tB = more.make_fragment_B(
+            thread.partition_B(cute.local_tile(sW, (128, LINE, stages), (mine, 0, 0)))
+        )
+        part = cute.make_rmem_tensor(more.partition_shape_C((64, 128)), Float32)
+        flat = cute.make_tensor(part.iterator, cute.make_layout(64))
+        sums = cute.make_rmem_tensor((64, self.halves), Float32)
+        left = cute.make_rmem_tensor(2, Float32)
+        right = cute.make_rmem_tensor(4, Float32)
+        scales = base.toint() + self.scales_at
+        my_row = warp % 4 * 16 + g
+        at_x = scales + my_row * 4
+        at_w = scales + self.rows * 4 + (mine * 4 + q) * (PITCH * 4)
+        # Where the walk is lies in shared memory meanwhile, a warp's own: registers are few.
+        kept = base.toint() + HEAD // 2 + warp * 16
+        self.keep(kept, at)
+        exists = at[0] < groups
+        self.begin_turns(mine)
+        while exists:
+            sums.fill(0.0)
+            for _ in cutlass.range(self.windows_of(kept, windows), unroll=1):
+                shift = slot * (self.floats * 4)
+                slots = [slot + u for u in range(self.span)]  # span divides stages
+                for h in range_constexpr(self.halves):
+                    for u in range_constexpr(self.span):
+                        if const_expr(h == 0):
+                            cute.arch.mbarrier_wait(full + slots[u], phase)
+                        if const_expr(u == 0):
+                            self.take_turn(mine)
+                            warpgroup.fence()
+                        for k in range_constexpr(LINE // 32):
+                            cute.gemm(
+                                first if u == 0 and k == 0 else more,
+                                part,
+                                tA[h][None, None, k, slots[u]],
+                                tB[None, None, k, slots[u]],
+                                part,
+                            )
+                    warpgroup.commit_group()
+                    self.pass_turn(mine)
+                    if const_expr(self.by_row):
+                        left[0] = self.shared_vector(base.toint() + self.one_at, 1)[0]
+                    else:
+                        self.load_rows(at_x + shift, left, h)
+                        self.load_columns(at_w + shift, right, 0)
+                    warpgroup.wait_group(0)
+                    if const_expr(h == self.halves - 1 and self.early):
+                        self.give_back_all(empty, slots)
+                    for eighth in range_constexpr(8):
+                        if const_expr(eighth > 0 and not self.by_row):
+                            self.load_columns(at_w + shift, right, eighth)
+                        self.promote(sums, flat, left, right, h, eighth)
+                    if const_expr(h == self.halves - 1 and not self.early):
+                        self.give_back_all(empty, slots)
+                slot += self.span
+                if slot == stages:
+                    slot = Int32(0)
+                    phase = phase ^ 1
+            if const_expr(self.by_row):
+                number = (index - cluster) // clusters
+                self.scale(sums, left, right, at_x, at_w, empty + stages, number)
+            here = self.recalled(kept)
+            row, end, n0 = self.place(index, here, across, t, width)
+            before = self.before(here, t, width)
+            to = y.toint() + before * self.size_in_bytes(result)
+            operands: cutlass.Constexpr = dict(zip(self.epilogue, rest, strict=True))
+            lines: cutlass.Constexpr = [
+                (row + my_row + 64 * h + 8 * r, 64 * h + 2 * r)
+                for h in range(self.halves)
+                for r in range(2)
+            ]
+            its: cutlass.Constexpr = [
+                (n0 + mine * 128 + 8 * c + 2 * q + e, 4 * c + e)
+                for c in range(16)
+                for e in range(2)
+            ]
+            every = cute.make_tensor(sums.iterator, cute.make_layout(64 * self.halves))
+            self.finish_all(operands, every, lines, its, here[0], end, width, before)
+            self.results(to, sums, row + my_row, end, n0 + mine * 128, q, width, result)
+            index += clusters
+            here = self.seek(index, here, sizes, length, groups, across)
+            self.keep(kept, here)
+            exists = here[0] < groups
+        self.end_turns(mine)
+        self.finish(y, rest, kept, t, width, result, bid, grid, tid)
 
     @property
     def early(self) -> bool:
@@ -651,10 +667,112 @@ class WholeRows(Windows):
         self.arrive(first + self.copies + slot)
 
 
+class FastRows(WholeRows):
+    """Rows whose products the tensor cores add up all along K, with fewer bits than float32 has.
+
+    A warpgroup has 64 of the tile's rows of x and all its rows of W. The products of two stages are
+    under way at a time; when the older ones are done, the warps give their stage back. All roles
+    walk the same tiles and stages, so each wait has its arrivals.
+    """
+
+    promoted = LINE
+
+    def __init__(self, product: ProductKernel, arch: str, tile: Fp8Stages | None = None):
+        super().__init__(product, arch, tile)
+        self.halves = 1  # of what `results` writes at once
+
+    @cute.jit
+    def consume(
+        self, sX, sW, base, full, empty, index: Int32, at, across: Int32, length: Int32,
+        windows: Int32, cluster: Int32, clusters: Int32, tid: Int32, bid: Int32, grid: Int32,
+        sizes, rest, y, t: Int32, groups: Int32, width: Int32, result: Int32,
+    ):  # fmt: skip
+        """See `Windows.consume`."""
+        stages: cutlass.Constexpr = self.stages
+        warp, lane = cute.arch.make_warp_uniform(tid // 32), tid % 32
+        slot = Int32(0)
+        phase = Int32(0)
+        mine = warp // 4  # which 64 rows
+        g, q = lane // 4, lane % 4
+        op = warpgroup.MmaF8Op(
+            *self.types, Float32, (64, self.columns, 32), warpgroup.OperandSource.SMEM,
+            OperandMajorMode.K, OperandMajorMode.K,
+        )  # fmt: skip
+        mma = cute.make_tiled_mma(cute.make_mma_atom(op))
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        thread = mma.get_slice(tid % 128)
+        tA = mma.make_fragment_A(
+            thread.partition_A(cute.local_tile(sX, (64, LINE, stages), (mine, 0, 0)))
+        )
+        tB = mma.make_fragment_B(thread.partition_B(sW))
+        sums = cute.make_rmem_tensor(mma.partition_shape_C((64, self.columns)), Float32)
+        flat = cute.make_tensor(sums.iterator, cute.make_layout(self.columns // 2))
+        my_row = mine * 64 + warp % 4 * 16 + g
+        at_x = base.toint() + self.scales_at + my_row * 4
+        at_w = base.toint() + self.scales_at + self.rows * 4 + q * (PITCH * 4)
+        while at[0] < groups:
+            sums.fill(0.0)
+            before = slot  # the stage whose products may be under way
+            for i in cutlass.range(windows, unroll=1):
+                cute.arch.mbarrier_wait(full + slot, phase)
+                warpgroup.fence()
+                for k in range_constexpr(LINE // 32):
+                    a, b = tA[None, None, k, slot], tB[None, None, k, slot]
+                    cute.gemm(mma, sums, a, b, sums)
+                warpgroup.commit_group()
+                warpgroup.wait_group(1)
+                if i > 0:
+                    self.give_back(empty + before)
+                before = slot
+                slot, phase = self.next(slot, phase)
+            warpgroup.wait_group(0)
+            self.give_back(empty + before)
+            number = (index - cluster) // clusters
+            self.scale_all(flat, at_x, at_w, empty + stages, number)
+            row, end, n0 = self.place(index, at, across, t, width)
+            first = self.before(at, t, width)
+            operands: cutlass.Constexpr = dict(zip(self.epilogue, rest, strict=True))
+            lines: cutlass.Constexpr = [(row + my_row + 8 * r, 2 * r) for r in range(2)]
+            columns: cutlass.Constexpr = [
+                (n0 + 8 * c + 2 * q + e, 4 * c + e)
+                for c in range(self.columns // 8)
+                for e in range(2)
+            ]
+            self.finish_all(operands, flat, lines, columns, at[0], end, width, first)
+            for part in range_constexpr(self.columns // 128):
+                column = n0 + 128 * part
+                some = cute.make_tensor(flat.iterator + 64 * part, cute.make_layout((64, 1)))
+                if column < width:
+                    self.results(y.toint(), some, row + my_row, end, column, q, width, result)
+            index += clusters
+            at = self.seek(index, at, sizes, length, groups, across)
+        self.clear(y, rest[-1], at[2], t, width, result, bid, grid, tid, 256)
+
+    @cute.jit
+    def scale_all(self, flat, at_x: Int32, at_w: Int32, first, number: Int32):
+        """The sums of tile `number` of this thread block, by its scales; see `WholeRows.scale`."""
+        slot = number % self.copies
+        shift = slot * (self.floats * 4)
+        left = cute.make_rmem_tensor(2, Float32)
+        right = cute.make_rmem_tensor(4, Float32)
+        cute.arch.mbarrier_wait(first + slot, number // self.copies % 2)
+        self.load_rows(at_x + shift, left, 0)
+        for sixteen in range_constexpr(self.columns // 16):
+            part: cutlass.Constexpr = sixteen // 8
+            self.load_columns(at_w + part * (16 * PITCH) + shift, right, sixteen % 8)
+            for c in range_constexpr(2 * sixteen, 2 * sixteen + 2):
+                for r in range_constexpr(2):
+                    for e in range_constexpr(2):
+                        i: cutlass.Constexpr = 4 * c + 2 * r + e
+                        flat[i] = flat[i] * left[r] * right[c % 2 * 2 + e]
+        self.arrive(first + self.copies + slot)
+
+
 def entries(product: ProductKernel, arch: str, tile: Fp8Stages | None = None) -> list[ProductEntry]:
     """The entries of a product's binary, the fastest first."""
     if product.window == ROW:
-        return [WholeRows(product, arch, tile), Plain(product, arch)]
+        rows = FastRows if product.fast else WholeRows
+        return [rows(product, arch, tile), Plain(product, arch)]
     return [
         *(Windows(product, arch, vectors, tile) for vectors in (True, False)),
         Plain(product, arch),

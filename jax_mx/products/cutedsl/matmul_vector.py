@@ -96,9 +96,10 @@ class Direct(ProductEntry):
     @cute.kernel
     def kernel(self, pointers, scalars):
         arrays = self.signature.named(pointers)
-        x, w, s, y = (arrays[name] for name in ("x", "codes", "scales", "y"))
-        epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE]
-        t, wide, groups, width, blocks, result = scalars
+        w, s, y = (arrays[name] for name in ("codes", "scales", "y"))
+        epilogue: cutlass.Constexpr = [arrays[name] for name in EPILOGUE if name in arrays]
+        t, wide, groups, width, blocks = (scalars[i] for i in range(5))
+        result = scalars[len(scalars) - 1]
         tid, _, _ = cute.arch.thread_idx()
         index, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
@@ -117,8 +118,11 @@ class Direct(ProductEntry):
         tiles = across * pieces * groups
         turn = Int32(0)
         start = self.start_of(index, size, width, blocks, lane // 4)
+        ahead: cutlass.Constexpr = self.ahead(arrays, scalars, tid)
         if (index < tiles) & (first < steps):
             self.load(w, s, start, codes, scales, first, steps, deep, lane % 4)
+            self.fetch(w, start, first + apart, steps, deep, lane % 4)
+        x = self.x_of(arrays, scalars, ahead, tid)
         while index < tiles:
             acc.fill(0.0)
             row, stop, _, _ = self.place_of(index, size)
@@ -135,6 +139,36 @@ class Direct(ProductEntry):
             self.gather(acc, turn, epilogue, y, this, size, width, result, tid)
             turn ^= 1
 
+    # ---- what a kernel that makes x by itself does in its own way ---
+    def ahead(self, arrays, scalars, tid: Int32):
+        """The part of x that is asked for before W; none."""
+        del arrays, scalars, tid
+
+    def fetch(self, w, start, first: Int32, steps: Int32, deep: Int32, q: Int32):
+        """Brings codes into L2 while x is made; none."""
+        del w, start, first, steps, deep, q
+
+    def x_of(self, arrays, scalars, ahead, tid: Int32):
+        """The pointer to the rows that W meets."""
+        del scalars, ahead, tid
+        return arrays["x"]
+
+    def pitch(self, wide: Int32):
+        """The bytes from a row there to the next one."""
+        return 2 * wide
+
+    @cute.jit
+    def write(
+        self, epilogue: cutlass.Constexpr, y, total: Float32, e: Int32, row: Int32, column: Int32,
+        width: Int32, result: Int32,
+    ):  # fmt: skip
+        """Writes an element of y, of a row of group e."""
+        if self.is_there(epilogue):
+            total = self.finished(epilogue, total, e, row, column, width)
+        there = Int64(row) * width + column
+        self.store(y.toint() + there * self.size_in_bytes(result), total, result)
+
+    # ---- tiles ---
     @cute.jit
     def place_of(self, index: Int32, size: cutlass.Constexpr):
         """Where a tile is: (row of x, end of its group, row of W, group)."""
@@ -183,7 +217,7 @@ class Direct(ProductEntry):
         """Adds the products of these steps to the sums."""
         g, q = lane // 4, lane % 4
         mine = row + g % 4
-        at = x.toint() + Int64(mine) * (2 * wide) + Int64(first) * (2 * BLOCK * STEP)
+        at = x.toint() + Int64(mine) * self.pitch(wide) + Int64(first) * (2 * BLOCK * STEP)
         is_there = mine < stop
         if const_expr(self.per == 1):
             is_there, at = is_there & (g // 4 == q // 2), at + 32 * q
@@ -282,7 +316,4 @@ class Direct(ProductEntry):
             for warp in range_constexpr(self.warps):
                 for half in range_constexpr(2 // self.per):
                     total = total + sums[n, m + 4 * half, warp]
-            if self.is_there(epilogue):
-                total = self.finished(epilogue, total, e, row + m, n0 + n, width)
-            at = Int64(row + m) * width + n0 + n
-            self.store(y.toint() + at * self.size_in_bytes(result), total, result)
+            self.write(epilogue, y, total, e, row + m, n0 + n, width, result)

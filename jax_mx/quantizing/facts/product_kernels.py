@@ -5,9 +5,9 @@ group has its own matrix. Blocks run along K, scales are row-major. Sizes are ru
 Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N). Groups of
 "wgrad_fp8" have parts of K instead: y (G, T, N) is x (T, K) @ W (N, K)^T over each group's part of
 K. "wgrad" is the same for floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N) over each
-group's rows. "amaxes" is no product: it gives the largest magnitudes of the rows and the columns of
-x (batch, T, K). A quantizer of both directions needs these first where products take rows with one
-scale each.
+group's rows. "normed" is "matmul" of one group, whose x is normed before. "amaxes" is none: it
+gives the largest magnitudes of the rows and the columns of x (batch, T, K). A quantizer of both
+directions needs these first where products take rows with one scale each.
 """
 
 import dataclasses
@@ -30,9 +30,10 @@ from jax_mx.quantizing.facts.variants import Variant, exists
 
 RESULTS = ("bfloat16", "float16", "float32")  # the dtypes of y that each binary has entries for
 TILE = 128  # rows and elements of W that share a scale where its windows are tiles
-# Rows of x in the smallest tiles: in the first of them W goes from memory into registers. Groups
-# and what these kernels do not serve take the second.
+# Rows of x in the smallest tiles, where W goes from memory into registers. Groups, and what such
+# kernels do not serve, take another entry of the second.
 DIRECT, FEWEST = 4, 8
+NORMED_UNIT, NORMED_ELEMENTS = 128, 16384  # "normed": of the length of rows; of all at most
 UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies can read rows
 
 
@@ -41,8 +42,8 @@ class ProductKernel(Compiled):
     """One kernel's source-level choices.
 
     Attributes:
-      op: "matmul", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and codes;
-        "wgrad", of floats and floats; "amaxes", of floats.
+      op: "matmul" and "normed", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and
+        codes; "wgrad", of floats and floats; "amaxes", of floats.
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block, or a cluster of two, has at a time.
       window: how many elements along K share a scale, of both operands, where both are codes;
@@ -53,6 +54,8 @@ class ProductKernel(Compiled):
       source: the word of what makes the floats, of "amaxes": they come out, too; "": x.
       parted: whether codes of W lie in parts of the contracted axis, one behind the other: (parts,
         N, K / parts). Devices that had a part each gather them so; scales lie as ever.
+      fast: whether the tensor cores add up all along K, with fewer bits than float32 has.
+      narrow: whether it is for a y of few columns, whose tiles larger thread blocks take.
     """
 
     ROOM: ClassVar[str] = "products"
@@ -64,6 +67,8 @@ class ProductKernel(Compiled):
     floats: str = ""
     source: str = ""
     parted: bool = False
+    fast: bool = False
+    narrow: bool = False
 
     @property
     def name(self) -> str:
@@ -72,7 +77,8 @@ class ProductKernel(Compiled):
         names = [format.name for format in self.formats] + [self.floats] * (self.floats != "")
         names += [self.source] * (self.source != "")
         name = "_".join((self.op, *names, f"r{self.rows}{window}"))
-        return name + "_free" * self.free + "_parted" * self.parted
+        ending = "_parted" * self.parted + "_fast" * self.fast + "_narrow" * self.narrow
+        return name + "_free" * self.free + ending
 
 
 def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
@@ -81,6 +87,12 @@ def fp8_rows(window: int | str, tiles: bool) -> tuple[int, ...]:
     Two read W once. Where each element of a sum has a scale of its own, that gained nothing.
     """
     return (256, 128) if tiles or window == ROW else (128,)
+
+
+def normed_fits(rows: int, length: int) -> bool:
+    """Whether the kernels of "normed" take an x of this shape."""
+    few = 0 < rows <= DIRECT and rows * length <= NORMED_ELEMENTS
+    return few and length % NORMED_UNIT == 0
 
 
 # Sources of "amaxes": those of MLPs, of one array of gates and ups and of two, and their gradients.
@@ -101,6 +113,7 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         for format in _FORMATS
         if format != MXFP8_E5M2
     ),
+    ProductKernel("matmul", "cutedsl", (MXFP4_E2M1,), DIRECT, narrow=True),
     *(
         ProductKernel("matmul_fp8", "cutedsl", formats, rows, window, tiles)
         for window in (128, 256, ROW)
@@ -112,6 +125,13 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         ProductKernel("matmul_fp8", "cutedsl", formats, rows, ROW, parted=True)
         for rows in fp8_rows(ROW, False)
         for formats in _EIGHTS
+    ),
+    *(
+        ProductKernel(
+            "matmul_fp8", "cutedsl", (MXFP8_E4M3,) * 2, rows, ROW, parted=parted, fast=True
+        )
+        for rows in fp8_rows(ROW, False)
+        for parted in (False, True)
     ),
     *(
         ProductKernel("wgrad_fp8", "cutedsl", formats, 128, window)
@@ -129,6 +149,7 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         for rows in (256, 128)
         for format in _FORMATS
     ),
+    *(ProductKernel("normed", "cutedsl", (format,), DIRECT) for format in (MXFP8_E4M3, MXFP4_E2M1)),
 )
 
 # On AMD every pair of formats that gfx950's matrix cores take.

@@ -172,6 +172,20 @@ def _matmul(modes: Sequence[Mode]) -> Signature:
     )
 
 
+def _normed(modes: Sequence[Mode]) -> Signature:
+    del modes
+    return Signature(
+        operands=(
+            Array("x", Role.FLOATS),
+            Array("residual", Role.FLOATS),
+            Array("weights", Role.REPLICATED, dtype="bfloat16"),
+            Array("codes", Role.CODES),
+            Array("scales", Role.SCALES),
+        ),
+        results=(Array("y", Role.FLOATS), Array("sum", Role.FLOATS)),
+    )
+
+
 def _matmul_fp8(
     modes: Sequence[Mode], optional: bool = True, epilogue: Sequence[str] = EPILOGUE
 ) -> Signature:
@@ -220,6 +234,7 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Mode]], Signature]] = {
     "quantize": _quantize,
     "dequantize": _dequantize,
     "matmul": _matmul,
+    "normed": _normed,
     "matmul_fp8": _matmul_fp8,
     "wgrad_fp8": _wgrad_fp8,
     "wgrad": _wgrad,

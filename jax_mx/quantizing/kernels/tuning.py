@@ -32,6 +32,7 @@ def facts_of(
             "window": variant.window,
             "tiles": variant.tiles,
             "free": variant.free,
+            "narrow": variant.narrow,
         }
     return {
         "form": str(variant.form),

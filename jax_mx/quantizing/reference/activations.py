@@ -154,8 +154,8 @@ def part(x: jax.Array, name: str) -> jax.Array:
 def slope(x: jax.Array, name: str) -> jax.Array:
     """The derivative of `part`; at the limit itself the one from below."""
     row = ACTIVATIONS[name]
-    found = FORMULAS[row.unary].slope(_cut(x, row))
-    return found if row.limit is None else jnp.where(x > row.limit, jnp.zeros_like(x), found)
+    result = FORMULAS[row.unary].slope(_cut(x, row))
+    return result if row.limit is None else jnp.where(x > row.limit, jnp.zeros_like(x), result)
 
 
 def other(up: jax.Array, name: str) -> jax.Array:
@@ -191,21 +191,21 @@ def halves(x: jax.Array, name: str, interleaved: bool = False) -> list[jax.Array
     if interleaved:
         # By a split, whose transpose joins: that of an index adds to zeros, and -0 + 0 is 0.
         pairs = jnp.split(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2), 2, axis=-1)
-        return [each.squeeze(-1) for each in pairs]
+        return [half.squeeze(-1) for half in pairs]
     return jnp.split(x, 2, axis=-1)
 
 
-def joined(each: Sequence[jax.Array], interleaved: bool = False) -> jax.Array:
+def joined(parts: Sequence[jax.Array], interleaved: bool = False) -> jax.Array:
     """The inverse of `halves`."""
-    if len(each) == 1:
-        return each[0]
+    if len(parts) == 1:
+        return parts[0]
     if interleaved:
-        return jnp.stack(each, axis=-1).reshape(*each[0].shape[:-1], 2 * each[0].shape[-1])
-    return jnp.concatenate(each, axis=-1)
+        return jnp.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], 2 * parts[0].shape[-1])
+    return jnp.concatenate(parts, axis=-1)
 
 
 def gated(
-    each: Sequence[jax.Array], weights: jax.Array | None = None, name: str = "swiglu"
+    parts: Sequence[jax.Array], weights: jax.Array | None = None, name: str = "swiglu"
 ) -> jax.Array:
     """act(gate) * up * weight, (..., K) in the gates' dtype.
 
@@ -215,12 +215,12 @@ def gated(
     bits.
 
     Args:
-      each: floats (..., K): gates and ups, or gates alone; see `halves`.
+      parts: floats (..., K): gates and ups, or gates alone; see `halves`.
       weights: float32 (...,), or None.
       name: of the activation.
     """
-    dtype = each[0].dtype
-    gate, *up = (flushed(x.astype(jnp.float32)) for x in each)
+    dtype = parts[0].dtype
+    gate, *up = (flushed(x.astype(jnp.float32)) for x in parts)
     y = _parts(gate, name, dtype)
     if up:
         y = product(y, flushed(other(up[0], name)))
@@ -229,36 +229,36 @@ def gated(
     return one_nan(y.astype(dtype))
 
 
-def derivative(each: Sequence[jax.Array], name: str) -> list[jax.Array]:
+def derivative(parts: Sequence[jax.Array], name: str) -> list[jax.Array]:
     """The derivative of `gated` without weights, float32: by gates, and by ups if there are any.
 
     From bfloat16 a slope has 8 bits; a zero of its sign stands for each subnormal.
 
     Args:
-      each: see `gated`.
+      parts: see `gated`.
       name: of the activation.
     """
-    dtype = each[0].dtype
-    gate, *up = (flushed(x.astype(jnp.float32)) for x in each)
-    found = slope(gate, name)
+    dtype = parts[0].dtype
+    gate, *up = (flushed(x.astype(jnp.float32)) for x in parts)
+    slopes = slope(gate, name)
     if dtype == jnp.bfloat16:
-        found = _rounded(flushed(found), ACTIVATIONS[name].rounding.slope)
+        slopes = _rounded(flushed(slopes), ACTIVATIONS[name].rounding.slope)
     if not up:
-        return [found]
-    made = _parts(gate, name, dtype) if dtype == jnp.bfloat16 else part(gate, name)
-    by_gate = product(found, flushed(other(up[0], name)))
-    return [by_gate, flushed(made * other_slope(up[0], name))]
+        return [slopes]
+    activated = _parts(gate, name, dtype) if dtype == jnp.bfloat16 else part(gate, name)
+    by_gate = product(slopes, flushed(other(up[0], name)))
+    return [by_gate, flushed(activated * other_slope(up[0], name))]
 
 
 def gated_gradient(
-    each: Sequence[jax.Array], weights: jax.Array | None, dy: jax.Array, name: str
+    parts: Sequence[jax.Array], weights: jax.Array | None, dy: jax.Array, name: str
 ) -> list[jax.Array]:
     """The gradients of gates and of ups, or of gates alone, in their dtype.
 
     Products are float32: dy and weights, then both with `derivative`.
 
     Args:
-      each: see `gated`.
+      parts: see `gated`.
       weights: see `gated`.
       dy: the gradient of the result of `gated`, of its dtype.
       name: of the activation.
@@ -266,8 +266,8 @@ def gated_gradient(
     dy = flushed(dy.astype(jnp.float32))
     if weights is not None:
         dy = product(dy, flushed(weights.astype(jnp.float32))[..., None])
-    by = derivative(each, name)
-    return [product(dy, d).astype(x.dtype) for x, d in zip(each, by, strict=True)]
+    by = derivative(parts, name)
+    return [product(dy, d).astype(x.dtype) for x, d in zip(parts, by, strict=True)]
 
 
 def sums_of(x: jax.Array) -> jax.Array:
@@ -285,9 +285,9 @@ def sums_of(x: jax.Array) -> jax.Array:
     return sums[..., 0, :]
 
 
-def gated_exactly(each: Sequence[jax.Array], name: str) -> jax.Array:
+def gated_exactly(parts: Sequence[jax.Array], name: str) -> jax.Array:
     """The same in float32, without rounding to few bits, and without weights."""
-    gate, *up = (x.astype(jnp.float32) for x in each)
+    gate, *up = (x.astype(jnp.float32) for x in parts)
     y = part(gate, name)
     for x in up:
         y = y * other(x, name)

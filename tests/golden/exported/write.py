@@ -74,8 +74,8 @@ def by_transformers(name, model, tile):
     FineGrainedFP8HfQuantizer.validate_environment = lambda self, **_: None
     with tempfile.TemporaryDirectory() as floats:
         model.save_pretrained(floats)
-        how = FineGrainedFP8Config(weight_block_size=tile, scale_fmt="ue8m0")
-        model = AutoModelForCausalLM.from_pretrained(floats, quantization_config=how)
+        quantization = FineGrainedFP8Config(weight_block_size=tile, scale_fmt="ue8m0")
+        model = AutoModelForCausalLM.from_pretrained(floats, quantization_config=quantization)
     model.save_pretrained(HERE / name)
     written = load_file(HERE / name / "model.safetensors")
     floats = {
