@@ -27,7 +27,7 @@ from jax_mx.products.groups import Groups
 from jax_mx.products.multiply import Step
 from jax_mx.products.operand import ProductOperand, Unquantized, operand_for, weight_forms
 from jax_mx.products.recipes import AS_THEY_ARE, BF16, Recipe
-from jax_mx.products.sides import MARK, Pair, Static, once_derived, parts_of, side_of, values_of
+from jax_mx.products.sides import Pair, Static, parts_of, side_of, values_of
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.mxarray import FROZEN, MXArray
 
@@ -243,7 +243,7 @@ def _forward(
 def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
     perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args]
     lhs, lhs_q, rhs, rhs_q, sizes, recipe = values_of(static.op, args, (args[1], args[3]))
-    mark = once_derived(static.op, MARK, lhs, rhs)
+    mark = derivatives.once_derived(static.op, derivatives.MARK, lhs, rhs)
     # A frozen operand gets no gradient, whoever asks for what.
     dgrad, wgrad = perturbed[0], perturbed[2]
     y, (a, b) = _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, (wgrad, dgrad))
@@ -298,7 +298,7 @@ def _bwd(static: Static, residual: tuple, dy: Any) -> tuple[Any, ...]:
     a, b = _present(a), _present(b)
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 6
-    dy = once_derived(static.op, dy, mark)
+    dy = derivatives.once_derived(static.op, dy, mark)
     gradients = _gradients if static.layout is not None else _gradients_of_groups
     dlhs, drhs = gradients(static, dy, a, b, (sizes, groups), recipe, lhs, rhs)
     return dlhs, None, drhs, None, None, None

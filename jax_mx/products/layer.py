@@ -29,7 +29,7 @@ from jax_mx.formats.windows import ROW, SHARD
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import Unquantized
 from jax_mx.products.recipes import Recipe
-from jax_mx.products.sides import MARK, Side, Static, once_derived, side_of, values_of
+from jax_mx.products.sides import Side, Static, side_of, values_of
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
 from jax_mx.quantizing.calling import WithSums
@@ -318,7 +318,7 @@ def _layer(
 def _fwd(static: Layer, *args: Any) -> tuple:
     first, second = args[1]
     inputs, quantized, routing, recipes = values_of(static.op, args, (*first, second))
-    mark = once_derived(static.op, MARK, inputs)
+    mark = derivatives.once_derived(static.op, derivatives.MARK, inputs)
     y, kept = _forward(static, inputs, quantized, routing, recipes, keep=True)
     if not static.moves.in_rounds:
         return y, (kept, None, mark)
@@ -401,7 +401,7 @@ def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple
     kept, again, mark = residual
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 4
-    dy = once_derived(static.op, dy, mark)
+    dy = derivatives.once_derived(static.op, dy, mark)
     gradients = _backward(static, kept, dy)
     if again is None:
         return gradients, None, None, None

@@ -7,42 +7,14 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from jax_mx.formats.arrangements import Arrangement, Arrangements, spec_in
 from jax_mx.formats.sharding import is_explicit, spec_of
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.mxarray import FROZEN, MXArray
 
 Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
-
-
-# ---- derivatives of derivatives ---
-once_derived_p = Primitive("mx_once_derived")  # the identity of the first operand
-once_derived_p.def_abstract_eval(lambda x, *_, op: x)
-once_derived_p.def_impl(lambda x, *_, op: x)
-mlir.register_lowering(once_derived_p, lambda _, x, *__, op: [x])
-batching.primitive_batchers[once_derived_p] = lambda args, dims, *, op: (
-    once_derived_p.bind(*args, op=op),
-    dims[0],
-)
-ad.primitive_jvps[once_derived_p] = lambda *_, op: derivatives.no_second(op)
-
-
-def once_derived(op: str, x: Any, *others: Any) -> jax.Array:
-    """The function returns x, and raises in any second derivative, by `others` too.
-
-    Codes carry no derivative, so a second derivative would silently lack a part. The forward pass
-    keeps a `MARK` that its inputs guard. The backward pass guards its gradient by that `MARK`. JAX
-    deletes a guard without a reader; the kept `MARK` is one.
-    """
-    return once_derived_p.bind(x, *jax.tree.leaves(others), op=op)
-
-
-MARK = np.zeros((), bool)
 
 
 def values_of(op: str, args: Any, quantized: Any) -> Any:
