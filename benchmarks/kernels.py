@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.products.kernel_plans import (
-    by_plan,
     floats_plan_of,
     plan_of,
     rows_of_each,
     strips_of,
     wgrad_plan_of,
 )
+from jax_mx.products.primitives import by_plan
 from jax_mx.quantizing.mxarray import MXArray
 
 

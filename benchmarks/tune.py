@@ -24,8 +24,7 @@ import jax.numpy as jnp
 
 import jax_mx
 from jax_mx.products import choices, tuning
-from jax_mx.products.choices import Choice, Measured
-from jax_mx.products.contraction import key_of
+from jax_mx.products.choices import Choice, Measured, key_of
 from jax_mx.products.decide import by_rule
 
 

@@ -19,13 +19,12 @@ from benchmarks import shapes
 from benchmarks.record import LARGE, RESULTS, command
 from benchmarks.report import one_run, read
 from jax_mx.command.multiplying import multiplying
-from jax_mx.formats import formats
+from jax_mx.formats import formats, reads
 from jax_mx.formats.formats import FORMATS
 from jax_mx.formats.layouts import SCALE_LAYOUTS, VALUE_LAYOUTS
 from jax_mx.formats.windows import ROW
 from jax_mx.launch.chips import ARCHS
 from jax_mx.norms.source import NormSource
-from jax_mx.products import tcgen05
 from jax_mx.quantizing.facts import amd
 from jax_mx.quantizing.facts.sources import Source, X
 from jax_mx.quantizing.facts.variants import differ_in_bits, variants
@@ -57,7 +56,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 def chips() -> list[str]:
     """A row for each arch: its chips, who makes its kernels, what serves products, where it ran."""
     makers = {arch: NAMES[dsl] for dsl, archs in ARCHS.items() for arch in archs}
-    with mock.patch.object(tcgen05, "VERSION", (0,)):  # as the newest JAX has it
+    with mock.patch.object(reads, "VERSION", (0,)):  # as the newest JAX has it
         multiplies = multiplying()
     rows: list[tuple[str, ...]] = []
     for row in multiplies:

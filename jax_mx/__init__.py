@@ -36,15 +36,16 @@ from jax_mx.io.published import load_checkpoint as load_checkpoint
 from jax_mx.launch import DISABLE_EXPORT_CHECKS as DISABLE_EXPORT_CHECKS
 from jax_mx.norms.rms_norm import Normed as Normed
 from jax_mx.norms.rms_norm import rms_norm as rms_norm
+from jax_mx.products import lowering as lowering  # rules that primitives of products need
 from jax_mx.products.can_multiply import can_multiply as can_multiply
 from jax_mx.products.choices import Choice as Choice
 from jax_mx.products.dot_general import dot_general as dot_general
-from jax_mx.products.einsum import einsum as einsum
-from jax_mx.products.einsum import matmul as matmul
+from jax_mx.products.dot_general import einsum as einsum
+from jax_mx.products.dot_general import matmul as matmul
+from jax_mx.products.dot_general import normed_matmul as normed_matmul
 from jax_mx.products.gathering import gather_weight as gather_weight
 from jax_mx.products.groups import Groups as Groups
 from jax_mx.products.mlp import mlp as mlp
-from jax_mx.products.normed_matmul import normed_matmul as normed_matmul
 from jax_mx.products.operand import QuantizedWeight as QuantizedWeight
 from jax_mx.products.oracle import mx_matmul_reference as mx_matmul_reference
 from jax_mx.products.ragged_dot import ragged_dot as ragged_dot

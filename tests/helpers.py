@@ -33,9 +33,8 @@ from jax_mx.formats.layouts import ROW_MAJOR_VALUES, SCALE_LAYOUTS
 from jax_mx.launch import rule as words
 from jax_mx.launch import store, targets
 from jax_mx.launch.chips import arch_of
-from jax_mx.products import kernel_plans
-from jax_mx.products.kernels import swapped_floats
-from jax_mx.products.primitives import products_p
+from jax_mx.products import kernel_plans, primitives
+from jax_mx.products.contraction import swapped_floats
 from jax_mx.quantizing import primitive, quantizers, registry
 from jax_mx.quantizing.amaxes import AMAX, amaxes_p
 from jax_mx.quantizing.calling import called
@@ -97,8 +96,8 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
     """The product of operands as they lie, by the kernel that their shapes ask for.
 
     Args:
-      x: see `kernel_plans.by_plan`.
-      w: see `kernel_plans.by_plan`.
+      x: see `primitives.by_plan`.
+      w: see `primitives.by_plan`.
       sizes: the rows of each group.
       sums: whether the rows of each group are summed over; MX arrays without windows are made
         floats first.
@@ -122,7 +121,7 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
         rows = kernel_plans.rows_of_each(math.prod(x.shape[:-1]), groups)
         options |= {"grouped": grouped, "implementation": implementation}
         plan = kernel_plans.plan_of(formats, dtype, rows, **options)
-    return kernel_plans.by_plan(plan, x, w, sizes)
+    return primitives.by_plan(plan, x, w, sizes)
 
 
 def normed_by_kernel(x, residual, weight, w, product, implementation, eps=0.0):
@@ -131,7 +130,7 @@ def normed_by_kernel(x, residual, weight, w, product, implementation, eps=0.0):
     plan = ProductPlan(
         "normed", product.formats, jnp.dtype(jnp.bfloat16), False, product.rows, **options
     )
-    bind = jax.jit(partial(products_p["normed"].bind, plan=plan))
+    bind = jax.jit(partial(primitives.products_p["normed"].bind, plan=plan))
     return bind(x, residual, weight, w.values[None], w.scales[None])
 
 

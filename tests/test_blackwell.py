@@ -17,11 +17,12 @@ from exact import floats as random_floats
 from helpers import assert_bits_equal, random_bits
 
 import jax_mx
+from jax_mx.formats import reads
 from jax_mx.formats.formats import FORMATS, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Scaling
 from jax_mx.formats.layouts import BLOCKED_128X4, ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.formats.windows import SQUARE
 from jax_mx.launch import partition, store, targets
-from jax_mx.products import multiply, operand, reads, splitting, tcgen05, tcgen05_kernel
+from jax_mx.products import multiply, operand, splitting, tcgen05, tcgen05_kernel
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS
@@ -322,7 +323,7 @@ def test_mistakes_are_noticed(mutation, monkeypatch):
 @pytest.fixture
 def on_blackwell(monkeypatch):
     """Traces are for a B200, whatever JAX is here."""
-    monkeypatch.setattr(tcgen05, "VERSION", (0, 0))
+    monkeypatch.setattr(reads, "VERSION", (0, 0))
     with targets.traced_for(("sm_100",)):
         yield
 
@@ -508,7 +509,7 @@ def test_what_serves_what(on_blackwell):
 
 
 def test_an_older_jax_takes_its_own_kernels(on_blackwell, monkeypatch):
-    monkeypatch.setattr(tcgen05, "VERSION", (99,))
+    monkeypatch.setattr(reads, "VERSION", (99,))
     x, stack = (
         jax.ShapeDtypeStruct((512, 256), jnp.bfloat16),
         jax.ShapeDtypeStruct((4, 384, 256), jnp.bfloat16),
@@ -518,7 +519,7 @@ def test_an_older_jax_takes_its_own_kernels(on_blackwell, monkeypatch):
     (note,) = chosen.passed_over
     assert note.startswith("ragged_dot: 'tcgen05' wants JAX 99") and "install" in note
     assert reads.layout_for_trace().name == "row_major"
-    assert tcgen05.align_for_trace() == 1
+    assert reads.align_for_trace() == 1
 
 
 def test_explain_needs_no_chip(on_blackwell):

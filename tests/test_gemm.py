@@ -39,7 +39,7 @@ from jax_mx.formats.formats import BLOCK, FORMATS, MXFP4_E2M1, MXFP6_E3M2, MXFP8
 from jax_mx.formats.windows import ROW
 from jax_mx.launch import _ffi, store, targets
 from jax_mx.launch.rule import Launch
-from jax_mx.products import kernel_plans, kernels
+from jax_mx.products import kernel_plans, kernels, primitives
 from jax_mx.products.contraction import Contraction, Numbers
 from jax_mx.quantizing import registry
 from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS
@@ -103,7 +103,7 @@ def in_parts(x, w, count, **options):
     plan = kernel_plans.plan_of((x.format, w.format), window=ROW, **options)
     n, k = w.shape
     codes = w.values.reshape(n, count, k // count).swapaxes(0, 1)
-    return kernel_plans.by_parts(plan, x.values, x.scales, codes, w.scales)
+    return primitives.by_parts(plan, x.values, x.scales, codes, w.scales)
 
 
 def test_the_reference_of_parts_of_the_contracted_axis():
@@ -202,12 +202,12 @@ def test_float16_is_not_cut_to_bfloat16():
     rng = np.random.default_rng(2)
     x = jnp.asarray(rng.integers(-2000, 2000, (4, 64)), jnp.float16)
     check(x, integers(rng, (5, 64), MXFP4_E2M1))
-    parts = jax.jit(kernel_plans._in_parts)(x)
+    parts = jax.jit(primitives._in_parts)(x)
     assert parts.shape == (4, 128) and parts.dtype == jnp.bfloat16
     both = np.asarray(parts, np.float64)
     assert_equal(x, both[:, :64] + both[:, 64:])
     assert np.any(both[:, 64:])
-    infinite = kernel_plans._in_parts(jnp.full((1, 32), jnp.inf, jnp.float16))
+    infinite = primitives._in_parts(jnp.full((1, 32), jnp.inf, jnp.float16))
     assert np.isinf(infinite[0, :32]).all() and not infinite[0, 32:].any()
 
 

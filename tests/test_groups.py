@@ -8,8 +8,8 @@ from helpers import assert_refused
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
+from jax_mx.formats.groups import clamped
 from jax_mx.products.groups import ranks_by_counting, ranks_by_sorting
-from jax_mx.products.ragged import clamped
 from jax_mx.quantizing.reference import rows_of
 
 FIELDS = ("rows", "sizes", "starts", "counts", "slots", "dropped")

@@ -29,7 +29,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_mx
 from jax_mx import MXFP8, Recipe
 from jax_mx.launch.targets import Target
-from jax_mx.products import multiply
+from jax_mx.products import lowering, multiply
 from jax_mx.products.operand import Moved
 from jax_mx.quantizing import registry
 from jax_mx.shipping.shipped import SHIPPED
@@ -143,8 +143,8 @@ def of_floats(monkeypatch):
         return ("dequantize",) * count[-1]
 
     with monkeypatch.context() as patch, lowered_apart():
-        patch.setattr(multiply, "names_of_floats", names)
-        patch.setattr(multiply, "gives_floats", lambda *_: True)
+        patch.setattr(lowering, "names_of_floats", names)
+        patch.setattr(lowering, "gives_floats", lambda *_: True)
         yield count
 
 
@@ -283,7 +283,7 @@ def gives_floats(eqn, names, target):
     """Whether a target has kernels for a step of floats, by these implementations."""
     avals = [v.aval for v in eqn.invars]
     params = {name: eqn.params[name] for name in ("step", "tree", "passed", "mapped")}
-    return multiply.gives_floats(multiply.traced_of_floats(avals, names=names, **params), target)
+    return lowering.gives_floats(lowering.traced_of_floats(avals, names=names, **params), target)
 
 
 def test_it_is_known_when_they_are_lowered():
@@ -296,7 +296,7 @@ def test_it_is_known_when_they_are_lowered():
     for chip, platform in chips.items():
         target = Target(platform, [chip])
         for count, eqn in ((1, forward), (2, backward)):
-            names = multiply.names_of_floats(eqn.params["codes"], target)
+            names = lowering.names_of_floats(eqn.params["codes"], target)
             # These multiply codes, or float32.
             if chip in ("sm_100", "gfx942", "gfx950", "cpu"):
                 assert names == (), chip
@@ -322,7 +322,7 @@ def test_products_that_do_not_take_floats_leave_the_step_in_codes():
     (eqn,) = steps_in(f, x, w)
     target = Target("cuda", ["sm_90"])
     with registry.by_tables():
-        names = multiply.names_of_floats(eqn.params["codes"], target)
+        names = lowering.names_of_floats(eqn.params["codes"], target)
     assert names == ("cutedsl",)
     assert not gives_floats(eqn, names, target)
 

@@ -36,7 +36,15 @@ from jax_mx import (
     matmul,
 )
 from jax_mx.launch import store, targets, toolchains
-from jax_mx.products import decide, implementations, kernel_plans, kernels, operand, recipes
+from jax_mx.products import (
+    contraction,
+    decide,
+    implementations,
+    kernel_plans,
+    kernels,
+    operand,
+    recipes,
+)
 from jax_mx.products.arguments import is_exact
 from jax_mx.products.contraction import Contraction, Numbers
 from jax_mx.products.kernel_plans import ROWS
@@ -1097,7 +1105,7 @@ def test_kernels_read_weights_whose_blocks_run_along_free_axes(
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     if shapes[1][0] == shapes[0][-1]:
         assert "transpose" not in str(
-            jax.make_jaxpr(lambda w: kernels.matrix(w, 0, (), True)[0])(w)
+            jax.make_jaxpr(lambda w: contraction.matrix(w, 0, (), True)[0])(w)
         )
 
 

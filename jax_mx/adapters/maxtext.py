@@ -24,8 +24,7 @@ from maxtext.trainers.pre_train import train
 
 from jax_mx.adapters.qwix import Provider
 from jax_mx.adapters.rules import Left
-from jax_mx.products.dot_general import dot_general
-from jax_mx.products.einsum import einsum
+from jax_mx.products.dot_general import dot_general, einsum
 from jax_mx.products.ragged_dot import ragged_dot
 from jax_mx.products.recipes import AUTO, Recipe, check_recipe
 

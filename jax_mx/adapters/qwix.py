@@ -17,8 +17,8 @@ from qwix._src import interception
 from qwix._src.utils import flax_util
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
-from jax_mx.products.dot_general import dot_general, swapped_numbers, with_weight_first
-from jax_mx.products.einsum import einsum
+from jax_mx.products.dot_general import dot_general, einsum, with_weight_first
+from jax_mx.products.planning import swapped_numbers
 from jax_mx.products.ragged_dot import ragged_dot
 from jax_mx.products.recipes import AUTO
 

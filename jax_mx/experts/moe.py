@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax_mx.experts import wires
 from jax_mx.experts.costs import WAYS
 from jax_mx.experts.rounds import Round
+from jax_mx.formats.arrangements import what_of
 from jax_mx.formats.checks import array_of, flag, implementation_of, is_symbolic, name_among
 from jax_mx.formats.formats import BLOCK
 from jax_mx.launch import private
@@ -29,16 +30,15 @@ from jax_mx.products.arguments import (
     array_or_quantized,
     bias_of,
     floats_of,
-    grouped_recipe,
     is_exact,
     residuals_of,
     unsplit,
     warn_of_fixed_keys,
     weight_of,
 )
-from jax_mx.products.arrangements import what_of
+from jax_mx.products.auto import grouped_recipe
 from jax_mx.products.contraction import ROWS, SUMS
-from jax_mx.products.derivative import Side, Static, align_of, weight_forms
+from jax_mx.products.derivative import align_of
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.groups import Groups, integers
 from jax_mx.products.implementations import named
@@ -46,6 +46,7 @@ from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, 
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized
 from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
+from jax_mx.products.sides import Side, Static, weight_forms
 from jax_mx.quantizing import reference
 from jax_mx.quantizing.facts.activations import GATED
 from jax_mx.quantizing.mxarray import MXArray

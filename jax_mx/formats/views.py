@@ -630,3 +630,8 @@ class Viewed:
             moved = moves and not layout.is_tiled
             arrays.append(jnp.moveaxis(array, -2, self.axis) if moved else array)
         return arrays, self.axis if moves else axes[-1]
+
+
+def padded(x: jax.Array, pads: tuple[int, int]) -> jax.Array:
+    """x with so many zeros behind each of its last two axes."""
+    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *((0, n) for n in pads)]) if any(pads) else x

@@ -65,7 +65,7 @@ def is_staged() -> bool:
 def define(
     name: str,
     avals: Callable,
-    lower: Callable,
+    lower: Callable | None,
     batch: Callable,
     no_derivative: Callable,
     unread: Callable[[Sequence[bool], dict], dict] | None = None,
@@ -76,7 +76,7 @@ def define(
       name: of the primitive.
       avals: abstract values of results, from operands' abstract values and the parameters.
       lower: the lowering rule, with the platform that it is registered for before its arguments;
-        None for all platforms without kernels.
+        None for all platforms without kernels. Or None: a call of `lowers` follows.
       batch: the rule of vmap.
       no_derivative: a function that raises.
       unread: a function for the parameters of a call that gives only results that are read; it
@@ -86,15 +86,21 @@ def define(
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
     primitive.def_abstract_eval(avals)
-    mlir.register_lowering(primitive, functools.partial(lower, None))
-    for platform in (*chip_table.DSLS, "cpu"):  # where there may be a kernel; the CPU emulates one
-        mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
+    if lower is not None:
+        lowers(primitive, lower)
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = no_derivative
     ad.primitive_transposes[primitive] = no_derivative
     if unread is not None:
         drops_unread(primitive, functools.partial(_without_unread, unread))
     return primitive
+
+
+def lowers(primitive: Primitive, lower: Callable) -> None:
+    """Registers a lowering rule for all platforms; see `define`."""
+    mlir.register_lowering(primitive, functools.partial(lower, None))
+    for platform in (*chip_table.DSLS, "cpu"):  # where there may be a kernel; the CPU emulates one
+        mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
 
 
 def _without_unread(unread: Callable, used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:

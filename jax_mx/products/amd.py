@@ -13,9 +13,17 @@ from collections.abc import Sequence
 import jax
 
 from jax_mx.formats.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout
-from jax_mx.products import kernels
 from jax_mx.products import primitives as products
-from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, both_along, refused
+from jax_mx.products.contraction import (
+    ROWS,
+    SUMS,
+    Contraction,
+    Dims,
+    Served,
+    both_along,
+    matrix,
+    refused,
+)
 from jax_mx.quantizing import registry
 from jax_mx.quantizing.facts.product_kernels import PRODUCTS, RESULTS
 from jax_mx.quantizing.mxarray import MXArray
@@ -99,7 +107,7 @@ def _side(x: MXArray, contracted: int, batch: Dims, flat: bool) -> tuple:
         arrays = [_matrices(x.values, x.value_layout), _matrices(x.scales, x.scale_layout)]
         return arrays, x.value_layout.is_tiled, x.scale_layout.is_tiled
     in_rows = x.with_scales_in(ROW_MAJOR).with_values_in(ROW_MAJOR_VALUES)
-    rows, _ = kernels.matrix(in_rows, contracted, batch)
+    rows, _ = matrix(in_rows, contracted, batch)
     arrays = [rows.values, rows.scales]
     return [_merged(a) for a in arrays] if flat else arrays, False, False
 

@@ -11,16 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_mx.formats.arrangements import Arrangement, what_of
 from jax_mx.formats.checks import array_of, has_elements, held, name_among, padded, shown
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
+from jax_mx.formats.reads import tiles_for_trace
 from jax_mx.formats.sharding import is_explicit, spec_of
-from jax_mx.formats.windows import ROW, of_kernels
 from jax_mx.launch import private
-from jax_mx.products.arrangements import Arrangement, what_of
-from jax_mx.products.auto import resolved_for_groups
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.reads import tiles_for_trace
 from jax_mx.products.recipes import Recipe, check_frozen
 from jax_mx.quantizing.mxarray import MXArray, checked
 
@@ -201,21 +199,6 @@ class Weight(NamedTuple):
     quantized: Any
     groups: int
     columns: int
-
-
-def grouped_recipe(op: str, recipe: Any, *operands: Any) -> Recipe:
-    """A recipe that grouped products may follow.
-
-    Raises:
-      TypeError, ValueError: it is none.
-    """
-    recipe = resolved_for_groups(op, recipe, operands)
-    if of_kernels(window := recipe.window_in("wgrad")) == ROW:
-        raise ValueError(
-            f"{op}: the recipe's window in wgrad is {window!r}, which would span several groups' "
-            "tokens; use window=128 or 256, or wgrad=jax_mx.Product(window=256)"
-        )
-    return recipe
 
 
 def floats_of(op: str, name: str, x: Any, ndim: int, unit: int) -> jax.Array:

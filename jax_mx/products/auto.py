@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 
 from jax_mx.formats.checks import is_symbolic
 from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.windows import ROW, of_kernels
 from jax_mx.launch import targets
 from jax_mx.launch.chips import arch_of
 from jax_mx.products.operand import QuantizedWeight
@@ -120,3 +121,18 @@ def _is_small(sizes: Sizes) -> bool:
     shards = math.prod(mesh.shape[name] for name in split)
     rows, *others = sizes
     return 0 in sizes or LEAST * (shards / rows + sum(1 / n for n in others)) > 1
+
+
+def grouped_recipe(op: str, recipe: Any, *operands: Any) -> Recipe:
+    """A recipe that grouped products may follow.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    recipe = resolved_for_groups(op, recipe, operands)
+    if of_kernels(window := recipe.window_in("wgrad")) == ROW:
+        raise ValueError(
+            f"{op}: the recipe's window in wgrad is {window!r}, which would span several groups' "
+            "tokens; use window=128 or 256, or wgrad=jax_mx.Product(window=256)"
+        )
+    return recipe

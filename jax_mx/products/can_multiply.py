@@ -3,8 +3,10 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jax_mx.products import dot_general, einsum, ragged_dot
+from jax_mx.products.fallback import as_floats, by_jax, groups_by_jax
+from jax_mx.products.planning import numbers_of, planned, planned_groups, two
 from jax_mx.products.recipes import AUTO, Recipe, is_floats
 
 
@@ -35,23 +37,23 @@ def can_multiply(
     """
 
     def of_groups(lhs: Any, rhs: Any, sizes: Any) -> None:
-        ragged_dot.planned("ragged_dot", lhs, rhs, sizes, None, recipe, None)
+        planned_groups("ragged_dot", lhs, rhs, sizes, None, recipe, None)
 
     def dense(lhs: Any, rhs: Any) -> None:
         op, numbers = "dot_general", how
         if isinstance(how, str):
             op = "einsum"
-            (lhs, rhs), letters = einsum.two(op, how, (lhs, rhs))
-            numbers = einsum.numbers_of(*letters)
-        dot_general.planned(op, lhs, rhs, numbers, None, None, recipe, None)
+            (lhs, rhs), letters = two(op, how, (lhs, rhs))
+            numbers = numbers_of(*letters)
+        planned(op, lhs, rhs, numbers, None, None, recipe, None)
 
     def of_floats(lhs: Any, rhs: Any, *sizes: Any) -> None:
         if sizes:
-            ragged_dot.ragged_dot(lhs, rhs, *sizes, recipe=recipe)
+            groups_by_jax(lhs, rhs, *sizes)
         elif isinstance(how, str):
-            einsum.einsum(how, lhs, rhs, recipe=recipe)
+            jnp.einsum(how, *as_floats(lhs, rhs))
         else:
-            dot_general.dot_general(lhs, rhs, how, recipe=recipe)
+            by_jax(as_floats(lhs, rhs), how)
 
     sizes = (how,) if hasattr(how, "dtype") else ()
     product = of_floats if is_floats(recipe) else of_groups if sizes else dense

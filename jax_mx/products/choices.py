@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jax_mx.formats.checks import shown
+from jax_mx.formats.formats import BLOCK
 from jax_mx.launch import files
+from jax_mx.products.contraction import Contraction
+from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.version import __version__
 
 logger = logging.getLogger("jax_mx")
@@ -318,3 +322,22 @@ def table(heads: Sequence[str], rows: Sequence[tuple]) -> list[str]:
     ]
     text.insert(1, "-" * max(map(len, text)))
     return [*text, *(f"[{number}] {reason}" for reason, number in reasons.items())]
+
+
+# ---- keys ---
+def key_of(contraction: Contraction, chip: str) -> Key:
+    """The key of a contraction's speed on a chip, as its driver names it."""
+    local = contraction.in_a_shard
+    return Key(local.op, chip, (_words(local.lhs), _words(local.rhs)), local.how)
+
+
+def _words(x: Any) -> str:
+    """All of an operand that its speed depends on."""
+    shape = "x".join(map(str, x.shape))
+    if not isinstance(x, MXArray):
+        return f"{np.dtype(x.dtype).name} {shape}"
+    block = f"in {x.block[0]}x{x.block[1]}" if len(x.block) == 2 else f"along {x.axis}"
+    window = "x".join(map(str, x.window)) if isinstance(x.window, tuple) else str(x.window)
+    parts = [f"{x.format.name} {shape} {block}", f"window {window}" if x.window != BLOCK else ""]
+    parts += [layout.name for layout in (x.scale_layout, x.value_layout) if layout.is_tiled]
+    return " ".join(filter(None, parts))

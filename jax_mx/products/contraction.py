@@ -8,21 +8,17 @@ group, and their number in each group on the device: each group's rows meet a ma
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.layouts import ROW_MAJOR, ROW_MAJOR_VALUES, Layout
 from jax_mx.formats.windows import Window, in_blocks
 from jax_mx.launch.targets import Target
-from jax_mx.products.choices import Key
-from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.mxarray import MXArray, floats_of
 from jax_mx.quantizing.plan import ProductPlan
 from jax_mx.quantizing.registry import Refusal, Support
 
@@ -216,22 +212,6 @@ class Contraction:
 
         return dataclasses.replace(self, lhs=in_them(self.lhs), rhs=in_them(self.rhs))
 
-    def split_like(self, form: Any, axis: int) -> Contraction:
-        """The contraction, whose result XLA is to split as a form whose contracted axis is `axis`.
-
-        It stays as it is where codes share bytes, dimensions are merged, or devices hold the whole
-        form, which XLA would split anew.
-        """
-        if form is None or form.gathered:
-            return self
-        array = form.array.values if isinstance(form.array, MXArray) else form.array
-        array = array if form.axis == axis else jnp.swapaxes(array, -1, -2)
-        numbers, shapes = self.numbers, [x.shape for x in (self.lhs, self.rhs)]
-        batch = tuple(shapes[0][d] for d in numbers.batch[0])
-        free = (tuple(n[d] for d in numbers.free(i, len(n))) for i, n in enumerate(shapes))
-        fits = array.shape == (*batch, *itertools.chain(*free))
-        return dataclasses.replace(self, like=array) if fits else self
-
     def free(self, side: int) -> Dims:
         """The dimensions of lhs (0) or rhs (1) that the result keeps, but batch and groups."""
         return self.numbers.free(side, (self.lhs, self.rhs)[side].ndim)
@@ -268,24 +248,6 @@ def shard_of(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
 
 
-def key_of(contraction: Contraction, chip: str) -> Key:
-    """The key of a contraction's speed on a chip, as its driver names it."""
-    local = contraction.in_a_shard
-    return Key(local.op, chip, (_words(local.lhs), _words(local.rhs)), local.how)
-
-
-def _words(x: Any) -> str:
-    """All of an operand that its speed depends on."""
-    shape = "x".join(map(str, x.shape))
-    if not isinstance(x, MXArray):
-        return f"{np.dtype(x.dtype).name} {shape}"
-    block = f"in {x.block[0]}x{x.block[1]}" if len(x.block) == 2 else f"along {x.axis}"
-    window = "x".join(map(str, x.window)) if isinstance(x.window, tuple) else str(x.window)
-    parts = [f"{x.format.name} {shape} {block}", f"window {window}" if x.window != BLOCK else ""]
-    parts += [layout.name for layout in (x.scale_layout, x.value_layout) if layout.is_tiled]
-    return " ".join(filter(None, parts))
-
-
 def is_along(x: MXArray, dim: int) -> bool:
     """Whether blocks run along a dimension."""
     return dim - x.ndim in ((-2, -1) if len(x.block) == 2 else (x.axis,))
@@ -300,3 +262,37 @@ def both_along(contraction: Contraction) -> bool:
     """Whether both operands are."""
     sides = zip((contraction.lhs, contraction.rhs), contraction.numbers.contracting, strict=True)
     return all(blocks_along(x, dims) for x, dims in sides)
+
+
+# ---- operands as kernels take them ---
+def swapped_floats(x: Any, swapped: bool = False) -> jax.Array:
+    """An operand in floats, with its last two axes swapped in the same pass."""
+    if isinstance(x, MXArray):
+        return floats_of(x, transpose=swapped)
+    return x.mT if swapped else x
+
+
+def matrix(
+    x: Any, contracted: int, batch: Sequence[int], is_free: bool = False
+) -> tuple[Any, list[int]]:
+    """An operand as (batch, rows, K) or (rows, K), and the lengths that make up its rows.
+
+    One that `_is_free` as (batch, K, rows) or (K, rows).
+    """
+    if isinstance(x, MXArray) and len(x.block) == 2:
+        turned = contracted != x.ndim - 1 and not is_free
+        x = (x.mT if turned else x).expand(-1)
+        contracted = contracted if is_free else x.ndim - 1
+    free = [d for d in range(x.ndim) if d != contracted and d not in batch]
+    lengths = [x.shape[d] for d in free]
+    first, last = ([contracted], free) if is_free else (free, [contracted])
+    order = (*batch, *first, *last)
+    shape = (*(x.shape[d] for d in batch), math.prod(x.shape[d] for d in first), -1)
+
+    def arranged(a: jax.Array) -> jax.Array:
+        return a.transpose(order).reshape(shape)
+
+    if not isinstance(x, MXArray):
+        return arranged(x), lengths
+    arrays = arranged(x.values), arranged(x.scales)
+    return MXArray(*arrays, x.format, -1, x.scale_layout, window=x.window), lengths

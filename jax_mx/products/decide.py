@@ -6,11 +6,11 @@ from typing import cast
 
 import jax
 
-from jax_mx.launch import chips as chip_table
-from jax_mx.launch import store, targets
+from jax_mx.launch import targets
 from jax_mx.products import choices
-from jax_mx.products.contraction import Contraction, Served, key_of
-from jax_mx.products.implementations import ProductImplementation, named
+from jax_mx.products.choices import key_of
+from jax_mx.products.contraction import Contraction, Served
+from jax_mx.products.implementations import ProductImplementation, chips_of, named
 from jax_mx.quantizing import registry
 
 
@@ -104,14 +104,6 @@ def candidates(contraction: Contraction, platform: str, chips: Sequence[str]) ->
     """The answers of all implementations on a platform; or of the one that the caller names."""
     supports = registry.candidates(contraction, platform, chips, named(contraction.op))
     return cast(list[Served], supports)
-
-
-def chips_of(target: targets.Target) -> list[str]:
-    """The chips that products are lowered for: an export may run on any that it has kernels for."""
-    if target.chips is not None:
-        return target.chips
-    dsl = chip_table.DSLS.get(target.platform)
-    return [*store.exported(chip_table.chips_of(dsl))] if dsl else []
 
 
 def _here(op: str, platform: str) -> Mapping[str, ProductImplementation]:

@@ -8,312 +8,38 @@ residuals of the backward pass are MX. layer.py makes layers of the same parts.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from jax_mx.formats.formats import BLOCK
-from jax_mx.formats.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
+from jax_mx.formats.arrangements import Arrangement
+from jax_mx.formats.reads import align_for_trace
 from jax_mx.formats.windows import lengths_of
-from jax_mx.products.arrangements import Arrangement, Arrangements
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.groups import Groups
-from jax_mx.products.multiply import Multiplication, Step
-from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized, operand_for
-from jax_mx.products.recipes import AS_THEY_ARE, BF16, Chosen, Recipe
-from jax_mx.products.tcgen05 import align_for_trace
+from jax_mx.products.multiply import Step
+from jax_mx.products.operand import ProductOperand, Unquantized, operand_for
+from jax_mx.products.recipes import AS_THEY_ARE, BF16, Recipe
+from jax_mx.products.sides import (
+    MARK,
+    Pair,
+    Static,
+    gathered_once,
+    once_derived,
+    parts_of,
+    side_of,
+    values_of,
+    weight_forms,
+)
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.mxarray import FROZEN, MXArray
-
-Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
-
-
-# ---- derivatives of derivatives ---
-once_derived_p = Primitive("mx_once_derived")  # the identity of the first operand
-once_derived_p.def_abstract_eval(lambda x, *_, op: x)
-once_derived_p.def_impl(lambda x, *_, op: x)
-mlir.register_lowering(once_derived_p, lambda _, x, *__, op: [x])
-batching.primitive_batchers[once_derived_p] = lambda args, dims, *, op: (
-    once_derived_p.bind(*args, op=op),
-    dims[0],
-)
-ad.primitive_jvps[once_derived_p] = lambda *_, op: derivatives.no_second(op)
-
-
-def once_derived(op: str, x: Any, *others: Any) -> jax.Array:
-    """The function returns x, and raises in any second derivative, by `others` too.
-
-    Codes carry no derivative, so a second derivative would silently lack a part. The forward pass
-    keeps a `MARK` that its inputs guard. The backward pass guards its gradient by that `MARK`. JAX
-    deletes a guard without a reader; the kept `MARK` is one.
-    """
-    return once_derived_p.bind(x, *jax.tree.leaves(others), op=op)
-
-
-MARK = np.zeros((), bool)
-
-
-def values_of(op: str, args: Any, quantized: Any) -> Any:
-    """The values of what `symbolic_zeros` hands to a forward pass.
-
-    Args:
-      op: for messages.
-      args: a pytree of `jax.custom_derivatives.CustomVJPPrimal`.
-      quantized: the operands' quantized parts among them. By an `MXArray` nothing is
-        differentiated, also not where it was made of leaves that are. Forms of a `QuantizedWeight`
-        stand beside floats, and may be.
-
-    Raises:
-      TypeError: an `MXArray` is differentiated by.
-    """
-    for part in quantized:
-        is_asked = any(leaf.perturbed for leaf in jax.tree.leaves(part))
-        if isinstance(part, MXArray) and is_asked:
-            raise TypeError(f"{op}: {FROZEN}")
-    return jax.tree.map(lambda primal: primal.value, args)
-
-
-# ---- operands ---
-def parts_of(x: Any) -> Pair:
-    """The floats that gradients reach, and what is quantized already."""
-    if isinstance(x, MXArray):
-        return None, x
-    if isinstance(x, QuantizedWeight):
-        return x.floats, (x.contracted_form, x.free_form)
-    return x, None
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """The facts of an operand's floats that the backward pass needs: their type has them.
-
-    Attributes:
-      dtype: of the floats.
-      spec: their partition spec, on a mesh with explicit axes.
-      arranged: the partition spec of the arranged operand; () without a mesh with explicit axes.
-    """
-
-    dtype: np.dtype
-    spec: tuple = ()
-    arranged: tuple = ()
-
-
-def side_of(side: Arrangement | None, x: Any) -> Side | None:
-    """The side of an operand's floats; None where there are none."""
-    if x is None:
-        return None
-    is_known = side is not None and is_explicit(jax.typeof(x).sharding.mesh)
-    return Side(x.dtype, spec_of(x), spec_of(side.arranged(x)) if is_known else ())
-
-
-def is_square(rhs: Any, recipe: Recipe) -> bool:
-    """Whether rhs are floats that square blocks are made of."""
-    return rhs is not None and not isinstance(rhs, MXArray) and recipe.blocks("rhs").square
-
-
-def weight_forms(floats: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
-    """The forms of a weight of groups: for the forward product, for the gradient of lhs.
-
-    Args:
-      floats: (G, K, N), or None.
-      quantized: a frozen `MXArray`, (G, K, N) or (G, N, K); or both forms; or None.
-      recipe: of floats.
-      dgrad: whether the second one is wanted.
-    """
-    if isinstance(quantized, MXArray):
-        at = quantized.axis if len(quantized.block) == 1 else -2
-        return ProductOperand(quantized, at), ProductOperand(quantized, -3 - at)
-    if quantized is not None:
-        return quantized
-    return Unquantized(floats, recipe, name="rhs", axis=-2, wanted=(True, dgrad)).forms()
-
-
-def gathered_for(
-    lhs: Any, rhs: jax.Array, layout: Arrangements, recipe: Recipe | None, placed: bool
-) -> jax.Array:
-    """The weights, gathered over each mesh axis that also splits rows of lhs: FSDP.
-
-    One gather of floats replaces a gather for each direction. Where products read codes of both,
-    which devices share by a rule (splitting.py), codes move instead, a byte an element.
-
-    Args:
-      lhs: the activations.
-      rhs: the weights.
-      layout: of the product.
-      recipe: of the weights; None: they are gathered as floats.
-      placed: whether the caller says how the result is split. Otherwise `jax.lax.dot_general`
-        refuses such splits of columns, and the product keeps them.
-    """
-    mesh = jax.typeof(rhs).sharding.mesh
-    if not is_explicit(mesh):
-        return rhs
-    uses = [] if recipe is None or mesh.manual_axes else recipe.uses("rhs")
-    if uses and all(use.format is not None and use.window != BLOCK for use in uses):
-        return rhs
-    lhs = lhs.values if isinstance(lhs, MXArray) else lhs
-    rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
-    free = () if placed else layout.rhs.free_dims
-    return unsplit(rhs, rows, [axis for axis in range(rhs.ndim) if axis not in free])
-
-
-def gathered_once(layout: Arrangements, dy: Any, lhs: Side | None, rhs: Side | None) -> jax.Array:
-    """The result's gradient without splits over mesh axes that split what is contracted.
-
-    Such a result was scattered. Here it is one gather of floats, else one for each direction. An
-    axis that splits rows of lhs, too, is FSDP's: it scattered nothing.
-    """
-    if not is_explicit(jax.typeof(dy).sharding.mesh):
-        return dy
-    names = {
-        name
-        for side, arrangement in ((lhs, layout.lhs), (rhs, layout.rhs))
-        if side is not None
-        for axis in arrangement.contracted_dims
-        for name in names_in(side.spec[axis])
-    }
-    if lhs is not None:
-        names -= {name for axis in layout.lhs.free_dims for name in names_in(lhs.spec[axis])}
-    return unsplit(dy, names, range(dy.ndim))
-
-
-# ---- the three products of a layer ---
-class Static(NamedTuple):
-    """The static part of a product.
-
-    Attributes:
-      op: the public function, for messages.
-      layout: how operands are arranged; None for a product over groups.
-      dtype: of the result.
-      exact: see `contraction.Numbers`.
-      implementation: see `contraction.Numbers`.
-      out_sharding: of the result.
-      chosen: the name of the recipe that "auto" became; None where the caller passed a recipe.
-      fast: the products, of "forward", "dgrad" and "wgrad", that `Recipe.fast` names.
-    """
-
-    op: str
-    layout: Arrangements | None
-    dtype: np.dtype
-    exact: bool
-    implementation: str | None
-    out_sharding: Any = None
-    chosen: Chosen | None = None
-    fast: tuple[str, ...] = ()
-
-    def multiplication(
-        self, lhs: tuple[int, int], rhs: tuple[int, int], dtype: Any = None, **options: Any
-    ) -> Multiplication:
-        """A product of these forms of a step's operands; `how`: see `Multiplication`."""
-        if self.layout is not None:
-            options["batch"] = self.layout.lhs.batch
-        names = ("exact", "implementation", "chosen")
-        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.implementation is not None:
-            shared["caller"] = self.op
-        return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **options)
-
-    @property
-    def arranged(self) -> Arrangements:
-        """How operands of a dense product are arranged."""
-        return cast(Arrangements, self.layout)
-
-    def forward(self, lhs: tuple[int, int], rhs: tuple[int, int]) -> Multiplication:
-        """The dense product itself, arranged."""
-        layout, spec = self.arranged, None
-        if self.out_sharding is not None:
-            ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
-            spec = layout.result_spec(_spec_in(self.out_sharding, ndim))
-        return self.multiplication(lhs, rhs, spec=spec, fast="forward" in self.fast)
-
-    def unfollowed(self, rhs: Any, rhs_q: Any, recipe: Recipe) -> Static:
-        """The product where no gradient follows: nothing is quantized along rows."""
-        if self.layout is None:
-            return self
-        keep = rhs_q is not None or is_square(rhs, recipe)  # zero rows that the weight has
-        return self._replace(layout=self.layout.unpadded(keep))
-
-    def result(self, y: jax.Array) -> jax.Array:
-        """The dense product as its caller wants it, without zero rows."""
-        return placed(self.arranged.result(y), self.out_sharding)
-
-    def dgrad(
-        self,
-        gradient: tuple[int, int],
-        rhs: tuple[int, int],
-        lhs: Side,
-        like: tuple[int, int] | None = None,
-    ) -> Multiplication:
-        """The product for the gradient of a dense lhs; `like`: the form of lhs along rows."""
-        spec = lhs.arranged
-        if spec and self.arranged.lhs.swapped:  # of (B..., M..., K)
-            *lead, k, m = spec
-            spec = (*lead, m, k)
-        options: dict[str, Any] = {"spec": spec, "fast": "dgrad" in self.fast}
-        if like is not None:
-            options["like"] = (*like, -2)
-        return self.multiplication(gradient, rhs, lhs.dtype, **options)
-
-    def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
-        """The result of `dgrad`, arranged as the caller's lhs."""
-        side = self.arranged.lhs
-        return side.restored(jnp.swapaxes(dx, -1, -2) if side.swapped else dx, lhs.spec)
-
-    def wgrad(
-        self,
-        lhs: tuple[int, int],
-        gradient: tuple[int, int],
-        rhs: Side,
-        like: tuple[int, int] | None = None,
-    ) -> Multiplication:
-        """The product for the gradient of a dense rhs, of two forms along rows.
-
-        `like`: the form of rhs along its free axis.
-        """
-        layout = self.arranged
-        order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
-        summed = len(layout.lhs.free_out) - 1
-        options: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
-        options["fast"] = "wgrad" in self.fast
-        if self.dtype.itemsize < rhs.dtype.itemsize:  # half the bytes, as of a bfloat16 weight
-            options["moved"] = self.dtype
-        if like is not None:
-            options["like"] = (*like, -1 if layout.rhs.swapped else -2)
-        return self.multiplication(*order, rhs.dtype, **options)
-
-    def rhs_gradient(self, dw: jax.Array, rhs: Side) -> jax.Array:
-        """The result of `wgrad`, arranged as the caller's rhs."""
-        return self.arranged.rhs.restored(dw, rhs.spec)
-
-
-def placed(y: jax.Array, out_sharding: Any) -> jax.Array:
-    """y split as its caller wants it, if he says it; on explicit meshes and automatic ones."""
-    if out_sharding is None:
-        return y
-    mesh: Any = jax.typeof(y).sharding.mesh
-    if mesh.empty:  # operands that no mesh is known of
-        mesh = getattr(out_sharding, "mesh", jax.sharding.get_abstract_mesh())
-    if not is_explicit(mesh):
-        return jax.lax.with_sharding_constraint(y, out_sharding)
-    return resharded(y, _spec_in(out_sharding, y.ndim), mesh)
-
-
-def _spec_in(out_sharding: Any, ndim: int) -> tuple:
-    """The partition spec that a caller gives, by itself or with a mesh, an entry a dimension."""
-    is_named = isinstance(out_sharding, jax.sharding.NamedSharding)
-    spec = out_sharding.spec if is_named else out_sharding
-    return (*spec, *[None] * (ndim - len(spec)))
-
 
 # ---- the product ---
 FORWARD = "; recipe='floats' has all, and multiplies what jax_mx.fake_quantize makes of both"
@@ -400,8 +126,9 @@ def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:
     of_rhs = side_of(layout.rhs, parts_of(rhs)[0])
 
     def value(lhs: Any, rhs: Any) -> jax.Array:
-        unfollowed = static.unfollowed(*parts_of(rhs), recipe)
-        return _forward(unfollowed, parts_of(lhs), parts_of(rhs), None, recipe, (False, False))[0]
+        return _forward(
+            static.unfollowed, parts_of(lhs), parts_of(rhs), None, recipe, (False, False)
+        )[0]
 
     def form(side: Arrangement, x: Any, name: str) -> Any:
         if x is None:
@@ -411,6 +138,7 @@ def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:
 
     def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
         a, b = form(layout.lhs, operands[0], "lhs"), form(layout.rhs, operands[1], "rhs")
+        dy = gathered_once(layout, dy, of_lhs, of_rhs)
         return _gradients(static, dy, a, b, None, recipe, of_lhs, of_rhs)
 
     def forward(operands: tuple, dlhs: Any, drhs: Any) -> jax.Array:
@@ -487,9 +215,8 @@ def _of_groups(static: Static, grouped: Grouped, a: Any, b: Any, sizes: jax.Arra
 def _product(
     static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, sizes: Any, recipe: Recipe
 ) -> jax.Array:
-    static = static.unfollowed(rhs, rhs_q, recipe)
     wanted = (False, False)
-    return _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, wanted)[0]
+    return _forward(static.unfollowed, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, wanted)[0]
 
 
 def _operands(
@@ -569,8 +296,10 @@ def _absent(
 
 def _wanted(form: Any) -> Any:
     """The form; None where it is absent."""
-    leaves = jax.tree.leaves(form)
-    return None if form is None or all(leaf.dtype == bool for leaf in leaves) else form
+    if form is None:
+        return None
+    array = form.array.values if isinstance(form.array, MXArray) else form.array
+    return None if array.dtype == bool else form
 
 
 def _bwd(static: Static, residual: tuple, dy: Any) -> tuple[Any, ...]:
@@ -579,6 +308,8 @@ def _bwd(static: Static, residual: tuple, dy: Any) -> tuple[Any, ...]:
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 6
     dy = once_derived(static.op, dy, mark)
+    if static.layout is not None:
+        dy = gathered_once(static.layout, dy, lhs, rhs)
     gradients = _gradients if static.layout is not None else _gradients_of_groups
     dlhs, drhs = gradients(static, dy, a, b, (sizes, groups), recipe, lhs, rhs)
     return dlhs, None, drhs, None, None, None
@@ -589,7 +320,6 @@ def _gradients(
 ) -> tuple[Any, Any]:
     """Both gradients of a dense product, of one read of the result's."""
     layout = static.arranged
-    dy = gathered_once(layout, dy, lhs, rhs)
     gradient = Unquantized(
         layout.gradient(dy),
         recipe,

@@ -1,41 +1,47 @@
-"""`dot_general`: jax.lax.dot_general with its operands in MX, floats at both ends."""
+"""`dot_general`, `matmul` and `einsum` with their operands in MX, floats at both ends."""
 
 import dataclasses
-import functools
 import math
+import string
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_mx.formats.checks import float_dtype, implementation_of
+from jax_mx.formats.checks import array_of, is_symbolic, shown
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.sharding import is_explicit
 from jax_mx.launch import private
+from jax_mx.launch.private import vary_alike
+from jax_mx.norms.rms_norm import eps_of, rms_norm
 from jax_mx.products.arguments import (
     check_out_sharding,
-    check_quantized,
     is_exact,
     operand_of,
     warn_of_fixed_keys,
 )
-from jax_mx.products.arrangements import (
-    Arrangements,
-    arrangements_of,
-    as_tuples,
-    dimensions_of,
-)
-from jax_mx.products.auto import Sizes, resolved
-from jax_mx.products.derivative import Static, gathered_for, is_square, parts_of, placed, product
-from jax_mx.products.fallback import Fallback, as_floats, plain_operands
-from jax_mx.products.implementations import named
+from jax_mx.products.derivative import product
+from jax_mx.products.fallback import Fallback, as_floats, by_jax, plain_operands
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.reads import layout_for_trace
-from jax_mx.products.recipes import AUTO, Recipe, check_frozen, is_floats, recipe_beside
+from jax_mx.products.planning import (
+    DimensionNumbers,
+    is_left,
+    numbers_of,
+    planned,
+    swapped_numbers,
+    two,
+)
+from jax_mx.products.primitives import products_p
+from jax_mx.products.recipes import AUTO, Recipe, is_floats
+from jax_mx.products.sides import Static, gathered_for, keeps_rows, parts_of, placed
+from jax_mx.quantizing import derivatives
+from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS, normed_fits
 from jax_mx.quantizing.mxarray import MXArray
-
-DimensionNumbers = Any  # as jax.lax.dot_general takes them
+from jax_mx.quantizing.plan import ProductPlan
 
 
 def dot_general(
@@ -133,7 +139,7 @@ def multiplied(
     check_out_sharding(op, out_sharding)
     if is_floats(recipe):
         floats = as_floats(lhs, rhs)
-        return _by_jax(floats, dimension_numbers, precision, preferred_element_type, out_sharding)
+        return by_jax(floats, dimension_numbers, precision, preferred_element_type, out_sharding)
     if is_left(lhs, rhs, recipe):
         return with_weight_first(
             op,
@@ -161,37 +167,21 @@ def multiplied(
     except (TypeError, ValueError) as error:
         plain = plain_operands(op, fallback, (lhs, rhs), recipe, implementation, error)
         wanted = preferred_element_type or plain.dtype
-        return _by_jax(plain.operands, dimension_numbers, precision, wanted, out_sharding)
+        return by_jax(plain.operands, dimension_numbers, precision, wanted, out_sharding)
     lhs, rhs, recipe, layout = call.lhs, call.rhs, call.recipe, call.layout
     if vars(recipe)["dgrad"].rounding or vars(recipe)["wgrad"].rounding:
         warn_of_fixed_keys(op, recipe)
     shared = (is_exact(op, precision), implementation)
-    static = Static(op, layout, call.dtype, *shared, out_sharding, recipe.chosen, recipe.fast)
+    options = (out_sharding, recipe.chosen, recipe.fast, keeps_rows(rhs, recipe))
+    static = Static(op, layout, call.dtype, *shared, *options)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
-        keep = isinstance(rhs, QuantizedWeight) or is_square(rhs, recipe)
-        static = static._replace(layout=layout.unpadded(keep))
+        static = static.unfollowed
     if isinstance(rhs, jax.Array):
         rhs = gathered_for(lhs, rhs, layout, recipe, out_sharding is not None)
     # In shard_map an operand, or a key, may vary over an axis that the others do not. Where all of
     # them vary, JAX sums the gradients of those others over it.
     leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), None, recipe))
     return product(static, *tree.unflatten(private.vary_alike(*leaves)))
-
-
-def _by_jax(
-    operands: list[jax.Array], numbers: Any, precision: Any, dtype: Any, out_sharding: Any
-) -> jax.Array:
-    """The product of floats as they are."""
-    lhs, rhs = operands
-    tuples: Any = as_tuples(numbers)
-    return jax.lax.dot_general(lhs, rhs, tuples, precision, dtype, out_sharding=out_sharding)
-
-
-def is_left(lhs: Any, rhs: Any, recipe: Any) -> bool:
-    """Whether the weight is lhs: as the recipe says, or as lhs alone is a `QuantizedWeight`."""
-    if isinstance(recipe, Recipe) and recipe.weight == "lhs":
-        return True
-    return isinstance(lhs, QuantizedWeight) and not isinstance(rhs, QuantizedWeight)
 
 
 def with_weight_first(
@@ -223,82 +213,253 @@ def _reordered(sharding: Any, order: Sequence[int]) -> Any:
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
 
 
-def swapped_numbers(numbers: DimensionNumbers) -> tuple[tuple[tuple, tuple], ...]:
-    """Dimension numbers of the product with its operands swapped."""
-    (lc, rc), (lb, rb) = as_tuples(numbers)
-    return (rc, lc), (rb, lb)
+# ---- matmul and einsum ---
+def matmul(
+    a: Any,
+    b: Any,
+    *,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    recipe: Recipe | str = AUTO,
+    out_sharding: Any = None,
+    implementation: str | None = None,
+    fallback: Fallback = None,
+) -> jax.Array:
+    """jnp.matmul with its operands in MX; `dot_general` explains the rest.
 
+    Args:
+      a: (..., M, K), or (K,).
+      b: (..., K, N), or (K,). Leading dimensions of floats are broadcast; an operand that is
+        quantized already must have the same ones as the other.
+      precision: see `dot_general`.
+      preferred_element_type: see `dot_general`.
+      recipe: see `dot_general`.
+      out_sharding: see `dot_general`.
+      implementation: see `dot_general`.
+      fallback: see `dot_general`.
 
-class Call(NamedTuple):
-    """A product that MX takes.
-
-    Attributes:
-      lhs: an array of floats, or an `MXArray` in rows.
-      rhs: the same, or a `QuantizedWeight`.
-      layout: the arrangements of both.
-      recipe: resolved.
-      dtype: of the result.
-    """
-
-    lhs: Any
-    rhs: Any
-    layout: Arrangements
-    recipe: Recipe
-    dtype: np.dtype
-
-
-def planned(
-    op: str,
-    lhs: Any,
-    rhs: Any,
-    dimension_numbers: DimensionNumbers,
-    precision: Any,
-    preferred: Any,
-    recipe: Any,
-    implementation: Any,
-) -> Call:
-    """The arguments of `dot_general`, checked.
+    Returns:
+      (..., M, N), without M or N where an operand has one dimension.
 
     Raises:
-      TypeError, ValueError: as it does.
+      TypeError, ValueError, NotImplementedError: as `dot_general` does.
     """
-    if is_left(lhs, rhs, recipe):
-        lhs, rhs, dimension_numbers = rhs, lhs, swapped_numbers(dimension_numbers)
-    lhs, rhs = operand_of(op, "lhs", lhs), operand_of(op, "rhs", rhs)
-    is_free = implementation is None and not is_exact(op, precision)
-    sizes = functools.partial(_sizes, op, lhs, rhs, dimension_numbers)
-    recipe = resolved(op, recipe, (lhs, rhs), sizes, is_free)
-    recipe = recipe_beside(op, "rhs", rhs, recipe)
-    # Tiles of scales are of 128 rows: rows that are one are fewer tiles.
-    keep_rows = not recipe.has_windows and not layout_for_trace().is_tiled
-    layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
-    sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
-    floats = [x for _, x, _ in sides if not isinstance(x, MXArray)]
-    types = [float_dtype(op, name, x.dtype) for name, x, _ in sides if not isinstance(x, MXArray)]
-    if preferred is not None:
-        dtype = float_dtype(op, "preferred_element_type", preferred)
-    elif len({*types}) > 1 and not isinstance(rhs, QuantizedWeight):
-        dtype = np.dtype(jnp.result_type(*floats))
-    else:
-        dtype = (*types, np.dtype(jnp.bfloat16))[0]
-    implementation_of(op, named(op), implementation)
-    for name, x, side in sides:
-        check_quantized(op, name, x, side)
-    frozen = [name for name, x, _ in sides if isinstance(x, MXArray)]
-    if len(frozen) == 1:
-        check_frozen(op, frozen[0], recipe)
-    return Call(lhs, rhs, layout, recipe, dtype)
-
-
-def _sizes(op: str, lhs: Any, rhs: Any, dimension_numbers: DimensionNumbers) -> list[Sizes]:
-    """Rows, columns and contracted length of a product, of an entry of its batch.
-
-    Raises:
-      TypeError, ValueError: as `dot_general` does.
-    """
-    contracting, batch = dimensions_of(op, lhs.shape, rhs.shape, dimension_numbers)
-    rows, columns = (
-        math.prod(n for i, n in enumerate(x.shape) if i not in (*summed, *lead))
-        for x, summed, lead in zip((lhs, rhs), contracting, batch, strict=True)
+    op = "matmul"
+    a, b = operand_of(op, "a", a), operand_of(op, "b", b)
+    if not a.ndim or not b.ndim:
+        raise ValueError(f"{op}: a and b must have dimensions, got scalars; use a * b")
+    letters = "".join(c for c in string.ascii_letters if c not in "MKN")
+    lead = letters[: max(a.ndim - 2, b.ndim - 2, 0)]
+    left = lead[len(lead) - max(a.ndim - 2, 0) :] + ("MK" if a.ndim > 1 else "K")
+    right = lead[len(lead) - max(b.ndim - 2, 0) :] + ("KN" if b.ndim > 1 else "K")
+    if a.ndim > 2 and b.ndim > 2:
+        try:
+            shape = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        except ValueError as error:
+            raise ValueError(
+                f"{op}: the leading dimensions {tuple(a.shape[:-2])} of a and "
+                f"{tuple(b.shape[:-2])} of b cannot be broadcast"
+            ) from error
+        a, b = _broadcast(op, a, shape), _broadcast(op, b, shape)
+        left, right = lead + "MK", lead + "KN"
+    out = lead + "M" * (a.ndim > 1) + "N" * (b.ndim > 1)
+    if is_floats(recipe):
+        return jnp.einsum(
+            f"{left},{right}->{out}",
+            *as_floats(a, b),
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+    return _by_letters(
+        op,
+        (a, b),
+        (left, right, out),
+        precision,
+        preferred_element_type,
+        out_sharding,
+        recipe=recipe,
+        implementation=implementation,
+        fallback=fallback,
     )
-    return [(rows, columns, math.prod(lhs.shape[i] for i in contracting[0]))]
+
+
+def _broadcast(op: str, x: Any, lead: tuple[Any, ...]) -> Any:
+    """x with the leading dimensions `lead`."""
+    shape = (*lead, *x.shape[-2:])
+    if tuple(x.shape) == shape:
+        return x
+    if isinstance(x, MXArray | QuantizedWeight):
+        raise ValueError(
+            f"{op}: an operand that is quantized has the leading dimensions {tuple(x.shape[:-2])}, "
+            f"the product {lead}; quantize it with these, or use einsum"
+        )
+    return jnp.broadcast_to(x, shape)
+
+
+def einsum(
+    subscripts: str,
+    *operands: Any,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    recipe: Recipe | str = AUTO,
+    out_sharding: Any = None,
+    implementation: str | None = None,
+    fallback: Fallback = None,
+) -> jax.Array:
+    """jnp.einsum with its two operands in MX; see `dot_general`.
+
+    Args:
+      subscripts: "bsd,df->bsf". A letter occurs once in an operand. An ellipsis stands for leading
+        dimensions of one operand, or of both with the same rank. Floats are first summed over a
+        letter that neither the other operand nor the result has.
+      operands: two arrays; one may be an `MXArray`, the second one a `QuantizedWeight`. With a
+        fallback jnp.einsum takes any other number.
+      precision: see `dot_general`.
+      preferred_element_type: see `dot_general`.
+      recipe: see `dot_general`.
+      out_sharding: see `dot_general`.
+      implementation: see `dot_general`.
+      fallback: see `dot_general`.
+
+    Returns:
+      The array that the subscripts describe.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `dot_general` does; ValueError for subscripts
+        that are something else than a product of two operands.
+    """
+    op = "einsum"
+    if not isinstance(subscripts, str):
+        raise TypeError(f"{op}: subscripts must be a string, got {shown(subscripts)}")
+    options: Any = {"precision": precision, "out_sharding": out_sharding}
+    if is_floats(recipe):
+        options["preferred_element_type"] = preferred_element_type
+        return jnp.einsum(subscripts, *as_floats(*operands), **options)
+    try:
+        pair, letters = two(op, subscripts, operands)
+    except (TypeError, ValueError) as error:
+        plain = plain_operands(op, fallback, operands, recipe, implementation, error)
+        wanted = preferred_element_type or plain.dtype
+        return jnp.einsum(subscripts, *plain.operands, preferred_element_type=wanted, **options)
+    return _by_letters(
+        op,
+        pair,
+        letters,
+        precision,
+        preferred_element_type,
+        out_sharding,
+        recipe=recipe,
+        implementation=implementation,
+        fallback=fallback,
+    )
+
+
+def _by_letters(
+    op: str,
+    operands: tuple[Any, Any],
+    letters: tuple[str, str, str],
+    precision: Any,
+    preferred_element_type: Any,
+    out_sharding: Any,
+    **options: Any,
+) -> jax.Array:
+    """The product of two operands whose dimensions, and the result's, have these letters."""
+    left, right, out = letters
+    numbers = numbers_of(left, right, out)
+    batch = [left[i] for i in numbers[1][0]]
+    order_of_dot = [*batch, *(c for c in left + right if (c in left) != (c in right))]
+    order = tuple(order_of_dot.index(c) for c in out)
+    moved = order != tuple(range(len(order)))
+    options["out_sharding"] = None if moved else out_sharding
+    y = multiplied(op, *operands, numbers, precision, preferred_element_type, **options)
+    return placed(y.transpose(order), out_sharding) if moved else y
+
+
+# ---- a norm and a product at once ---
+_NORMED = {p.formats[0] for p in PRODUCTS if p.op == "normed"}
+
+
+def normed_matmul(
+    x: jax.typing.ArrayLike,
+    residual: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    w: MXArray,
+    *,
+    eps: float = 1e-6,
+) -> tuple[jax.Array, jax.Array]:
+    """The product that begins a layer, of a token stream and of what the layer before adds to it.
+
+        y, x = jax_mx.normed_matmul(x, residual, weight, w)
+
+    It stands for these lines, and gives their bits where products are exact::
+
+        y, _, x, _ = jax_mx.rms_norm(x, weight, eps=eps, residual=residual)
+        y = jax_mx.einsum("...k,nk->...n", y, w, recipe="bf16")
+
+    On Hopper one kernel computes all of it for up to four rows of bfloat16, of 16384 elements at
+    most. The weight is in MXFP8 (E4M3) or MXFP4, in blocks of 32 along K, a multiple of 128.
+    Elsewhere it is these lines. Its derivatives are theirs.
+
+    Args:
+      x: bfloat16, float16 or float32 (..., K).
+      residual: of x's shape and dtype.
+      weight: floats (K,), of the norm.
+      w: (N, K), floats or an `MXArray` with its blocks along K.
+      eps: see `rms_norm`.
+
+    Returns:
+      y (..., N), and x + residual (..., K).
+
+    Raises:
+      TypeError, ValueError: as `rms_norm` and `einsum` do.
+    """
+    op = "normed_matmul"
+    x, residual, weight = (
+        array_of(op, name, a) for name, a in (("x", x), ("residual", residual), ("weight", weight))
+    )
+    eps = eps_of(op, eps)
+    in_steps = partial(_norm_then_product, eps=eps)
+    if not _has_normed_kernel(x, residual, weight, w):
+        return in_steps(x, residual, weight, w)
+    plan = ProductPlan("normed", (w.format,), x.dtype, False, DIRECT, eps=eps)
+    rows = math.prod(x.shape[:-1])
+    flat = (a.reshape(rows, -1) for a in (x, residual))
+    arrays = [*flat, weight, w.values[None], w.scales[None]]
+    operands = vary_alike(*map(jax.lax.stop_gradient, arrays))
+    y, total = products_p["normed"].bind(*operands, plan=plan)
+    outs = y.reshape(*x.shape[:-1], -1), total.reshape(x.shape)
+
+    def tangents_of(_: Any, args: list, tangents: list) -> Any:
+        moves = [jnp.zeros_like(a) if t is None else t for a, t in zip(args, tangents, strict=True)]
+        return jax.jvp(lambda x, residual, weight: in_steps(x, residual, weight, w), args, moves)[1]
+
+    y, total = derivatives.derived(outs, [x, residual, weight], tangents_of)
+    return y, total
+
+
+def _norm_then_product(
+    x: jax.Array, residual: jax.Array, weight: jax.Array, w: Any, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """The lines that it stands for."""
+    floats, _, total, _ = rms_norm(x, weight, eps=eps, residual=residual)
+    assert total is not None  # there is a residual
+    return einsum("...k,nk->...n", floats, w, recipe="bf16"), total
+
+
+def _has_normed_kernel(x: Any, residual: Any, weight: Any, w: Any) -> bool:
+    """Whether kernels may serve these arrays, of shapes that fit each other."""
+    if not isinstance(w, MXArray) or w.format not in _NORMED:
+        return False
+    if any(a.dtype != jnp.bfloat16 for a in (x, residual, weight)):
+        return False
+    lies = w.ndim == 2 and w.axis == -1 and w.block == (BLOCK,)
+    if not lies or w.scale_layout.is_tiled or w.value_layout.is_tiled:
+        return False
+    if not x.ndim or any(map(is_symbolic, (*x.shape, *w.shape))) or 0 in w.shape:
+        return False
+    length = x.shape[-1]
+    fits = residual.shape == x.shape and weight.shape == (length,) and w.shape[1] == length
+    fits = fits and normed_fits(math.prod(x.shape[:-1]), length)
+    meshes = (jax.typeof(a).sharding.mesh for a in (x, residual, weight, w.values))
+    return fits and not any(map(is_explicit, meshes))

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_mx.formats.arrangements import as_tuples
 from jax_mx.formats.checks import held, implementation_of, name_among
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
@@ -84,3 +85,26 @@ def unquantized(recipe: Any, *weights: Any) -> list[Any]:
     if not is_floats(recipe):
         return [*weights]
     return [w.floats if isinstance(w, QuantizedWeight) else w for w in map(held, weights)]
+
+
+def by_jax(
+    operands: list[jax.Array],
+    numbers: Any,
+    precision: Any = None,
+    dtype: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """The product of floats as they are."""
+    lhs, rhs = operands
+    tuples: Any = as_tuples(numbers)
+    return jax.lax.dot_general(lhs, rhs, tuples, precision, dtype, out_sharding=out_sharding)
+
+
+def groups_by_jax(
+    lhs: Any, rhs: Any, sizes: Any, precision: Any = None, dtype: Any = None
+) -> jax.Array:
+    """The product over groups of floats as they are."""
+    a, b = as_floats(lhs, rhs)
+    if isinstance(rhs, MXArray) and len(rhs.block) == 1 and rhs.axis % 3 == 2:
+        b = jnp.swapaxes(b, 1, 2)
+    return jax.lax.ragged_dot(a, b, jnp.asarray(sizes), precision, dtype)

@@ -20,18 +20,18 @@ from jax_mx.collectives.moves import (
     moved_to,
     placement,
 )
+from jax_mx.formats.arrangements import (
+    Arrangement,
+    Units,
+    arrangement_of,
+    check_contracted,
+)
 from jax_mx.formats.checks import float_dtype
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.sharding import is_explicit, names_in, resharded, spec_of, spread
 from jax_mx.formats.views import reshape
 from jax_mx.formats.windows import lengths_of
 from jax_mx.launch import private
-from jax_mx.products.arrangements import (
-    Arrangement,
-    Units,
-    arrangement_of,
-    check_contracted,
-)
 from jax_mx.products.auto import resolved_for_weights
 from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
 from jax_mx.products.recipes import AUTO, Recipe, dimensions

@@ -14,9 +14,9 @@ import numpy as np
 
 from jax_mx.formats.checks import has_elements, held, is_symbolic, shown, whole
 from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.groups import clamped, owners
 from jax_mx.formats.sharding import is_explicit, resharded
 from jax_mx.launch.private import vary_alike
-from jax_mx.products.ragged import clamped, owners
 from jax_mx.quantizing.metadata import register_for_export
 
 # Choices are counted in chunks of so many: within a chunk each is compared with each, which costs

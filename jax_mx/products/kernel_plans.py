@@ -21,10 +21,8 @@ accumulation K is the window: numbers of one sign are off by 7 % for K 4096.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +31,10 @@ import numpy as np
 from jax_mx.formats.checks import is_symbolic
 from jax_mx.formats.formats import BLOCK, MXFP8_E4M3, Format
 from jax_mx.formats.windows import ROW
-from jax_mx.products import primitives as products
-from jax_mx.products.arrangements import padded
 from jax_mx.quantizing.facts.product_kernels import (
     FEWEST,
     PRODUCTS,
     TILE,
-    UNIT,
     ProductKernel,
     fp8_rows,
 )
@@ -151,72 +146,3 @@ def _fp8_tile_for(rows: float, window: int | str, tiles: bool, grouped: bool) ->
     if grouped or is_symbolic(rows):
         return least
     return next((n for n in more if -rows % n < max(least, rows / 16)), least)
-
-
-# ---- calls ---
-@functools.partial(jax.jit, static_argnames="plan")
-def by_plan(plan: ProductPlan, x: Any, w: Any, sizes: jax.Array | None = None) -> jax.Array:
-    """The product that a plan says, of operands that have elements and fit it and each other.
-
-    Args:
-      plan: of `plan_of`, `wgrad_plan_of` or `floats_plan_of`.
-      x: floats or, of "matmul_fp8", an `MXArray` (..., M, K); with sizes (T, K), rows sorted by
-        group. "wgrad" has floats (..., R, M), "wgrad_fp8" an `MXArray` (M, R).
-      w: an `MXArray` (N, K) or, for each group or entry of a batch a matrix, (G, N, K); of a free
-        one (K, N) or (G, K, N). "wgrad" has floats (..., R, N), "wgrad_fp8" an `MXArray` (N, R).
-      sizes: int32 (G,), how many rows each group has; "wgrad_fp8" always has sizes.
-
-    Returns:
-      (..., M, N); of gradients (G, M, N), without sizes (..., M, N).
-    """
-    grouped = [] if sizes is None else [sizes]
-    if plan.op == "wgrad":
-        m, n = x.shape[-1], w.shape[-1]
-        # The copy engine wants rows of whole 16 bytes.
-        floats = padded(x, (0, -m % 8)), padded(w, (0, -n % 8))
-        return products.product([*floats, *grouped], plan)[..., :m, :n]
-    if plan.op == "wgrad_fp8":
-        return products.product([x.values, x.scales, w.values, w.scales, *grouped], plan)
-    matrices = [a[None] if w.ndim == 2 else a for a in (w.values, w.scales)]
-    lead = x.shape[:-1]
-    if plan.op == "matmul_fp8":
-        rows = [_flat(a) for a in (x.values, x.scales)]
-    else:
-        rows = [_in_parts(padded(_flat(x), (0, -x.shape[-1] % UNIT if plan.free else 0)))]
-    y = products.product([*rows, *matrices, *grouped], plan)
-    return y.reshape(*lead, w.shape[-1 if plan.free else -2])
-
-
-def by_parts(
-    plan: ProductPlan, x: jax.Array, x_scales: jax.Array, codes: jax.Array, scales: jax.Array
-) -> jax.Array:
-    """The product of a dense plan "matmul_fp8" of codes of w that lie in parts of K.
-
-    Args:
-      plan: of `plan_of`, for windows "row".
-      x: codes (..., M, K).
-      x_scales: (..., M, K / 32).
-      codes: of w, (parts, N, K / parts).
-      scales: of w, (N, K / 32).
-
-    Returns:
-      (..., M, N).
-    """
-    plan = dataclasses.replace(plan, parts=codes.shape[0])
-    y = products.product([_flat(x), _flat(x_scales), codes, scales[None]], plan)
-    return y.reshape(*x.shape[:-1], codes.shape[1])
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    """All rows of an array in one matrix."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _in_parts(x: jax.Array) -> jax.Array:
-    """x in bfloat16: of float16 (T, 2 K), two parts beside each other whose sum is x."""
-    if x.dtype == jnp.bfloat16:
-        return x
-    # Not by a cast and back, which XLA may leave out.
-    high = jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
-    low = jnp.where(jnp.isfinite(high), x.astype(jnp.float32) - high, 0)
-    return jnp.concatenate([high, low], axis=-1).astype(jnp.bfloat16)

@@ -21,7 +21,7 @@ import numpy as np
 from jax_mx.formats.checks import is_symbolic
 from jax_mx.formats.windows import ROW, TILE
 from jax_mx.launch import chips as chip_table
-from jax_mx.products import kernel_plans
+from jax_mx.products import kernel_plans, primitives
 from jax_mx.products.contraction import (
     ROWS,
     SUMS,
@@ -29,7 +29,9 @@ from jax_mx.products.contraction import (
     Served,
     blocks_along,
     both_along,
+    matrix,
     refused,
+    swapped_floats,
 )
 from jax_mx.quantizing import registry
 from jax_mx.quantizing.facts.product_kernels import PRODUCTS
@@ -224,12 +226,12 @@ def run(contraction: Contraction, served: Served) -> jax.Array:
     if plan.op == "wgrad":
         sides = zip((x, w), numbers.contracting, numbers.batch, strict=True)
         (a, free), (b, columns) = (_floats(side, c, taken) for side, (c,), taken in sides)
-        return kernel_plans.by_plan(plan, a, b).reshape(*batch, *free, *columns)
+        return primitives.by_plan(plan, a, b).reshape(*batch, *free, *columns)
     if plan.op == "matmul" and isinstance(x, MXArray):
         x = floats_of(x)
     a, free = matrix(x, numbers.contracting[0][0], numbers.batch[0])
     b, columns = matrix(w, numbers.contracting[1][0], numbers.batch[1], plan.free)
-    return kernel_plans.by_plan(plan, a, b).reshape(*batch, *free, *columns)
+    return primitives.by_plan(plan, a, b).reshape(*batch, *free, *columns)
 
 
 def reads_parts(contraction: Contraction, served: Served, chips: Sequence[str]) -> bool:
@@ -264,40 +266,7 @@ def _run_groups(contraction: Contraction, plan: ProductPlan) -> jax.Array:
         if len(w.block) == 2:
             w = (w if plan.free or right == -1 else w.mT).expand(-1)
         x = swapped_floats(x, left == -2) if plan.op == "matmul" else x
-    return kernel_plans.by_plan(plan, x, w, sizes)
-
-
-def swapped_floats(x: Any, swapped: bool = False) -> jax.Array:
-    """An operand in floats, with its last two axes swapped in the same pass."""
-    if isinstance(x, MXArray):
-        return floats_of(x, transpose=swapped)
-    return x.mT if swapped else x
-
-
-def matrix(
-    x: Any, contracted: int, batch: Sequence[int], is_free: bool = False
-) -> tuple[Any, list[int]]:
-    """An operand as (batch, rows, K) or (rows, K), and the lengths that make up its rows.
-
-    One that `_is_free` as (batch, K, rows) or (K, rows).
-    """
-    if isinstance(x, MXArray) and len(x.block) == 2:
-        turned = contracted != x.ndim - 1 and not is_free
-        x = (x.mT if turned else x).expand(-1)
-        contracted = contracted if is_free else x.ndim - 1
-    free = [d for d in range(x.ndim) if d != contracted and d not in batch]
-    lengths = [x.shape[d] for d in free]
-    first, last = ([contracted], free) if is_free else (free, [contracted])
-    order = (*batch, *first, *last)
-    shape = (*(x.shape[d] for d in batch), math.prod(x.shape[d] for d in first), -1)
-
-    def arranged(a: jax.Array) -> jax.Array:
-        return a.transpose(order).reshape(shape)
-
-    if not isinstance(x, MXArray):
-        return arranged(x), lengths
-    arrays = arranged(x.values), arranged(x.scales)
-    return MXArray(*arrays, x.format, -1, x.scale_layout, window=x.window), lengths
+    return primitives.by_plan(plan, x, w, sizes)
 
 
 def _floats(x: MXArray, contracted: int, batch: Sequence[int]) -> tuple[jax.Array, list[int]]:

@@ -26,10 +26,10 @@ import numpy as np
 from jax_mx.formats.formats import MXFP8_E4M3
 from jax_mx.formats.sharding import is_explicit, spec_of
 from jax_mx.formats.windows import ROW, SHARD
-from jax_mx.products.derivative import MARK, Side, Static, once_derived, side_of, values_of
 from jax_mx.products.multiply import Multiplication, Step
 from jax_mx.products.operand import Unquantized
 from jax_mx.products.recipes import Recipe
+from jax_mx.products.sides import MARK, Side, Static, once_derived, side_of, values_of
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
 from jax_mx.quantizing.calling import WithSums
@@ -314,12 +314,8 @@ def layer(
 def _layer(
     static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
-    first = tuple(  # nothing is quantized along rows
-        product.unfollowed(w, q, recipes[0])
-        for product, w, q in zip(static.first, inputs.w_first, quantized[0], strict=True)
-    )
-    second = static.second.unfollowed(inputs.w_second, quantized[1], recipes[1])
-    static = static._replace(first=first, second=second)
+    first = tuple(product.unfollowed for product in static.first)
+    static = static._replace(first=first, second=static.second.unfollowed)
     y, _ = _forward(static, inputs, quantized, routing, recipes, keep=False)
     return (
         _with_rest(static, y, inputs, quantized, routing, recipes) if static.moves.in_rounds else y

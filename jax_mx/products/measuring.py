@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_mx.products.by_xla import exact_floats
 from jax_mx.products.choices import Cost
 from jax_mx.products.contraction import Contraction, Operand
-from jax_mx.products.implementations import IMPLEMENTATIONS, exact_floats
+from jax_mx.products.implementations import IMPLEMENTATIONS
 from jax_mx.products.multiply import multiplied
 from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.quantizing.quantize import quantize

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from jax_mx.formats.arrangements import Arrangements, arrangements_of
 from jax_mx.formats.checks import float_dtype, implementation_of
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.sharding import is_explicit, names_in, resharded, spec_of
@@ -23,15 +24,7 @@ from jax_mx.products.arguments import (
     residuals_of,
     warn_of_fixed_keys,
 )
-from jax_mx.products.arrangements import Arrangements, arrangements_of
 from jax_mx.products.auto import Sizes, resolved
-from jax_mx.products.derivative import (
-    Side,
-    Static,
-    gathered_for,
-    gathered_once,
-    parts_of,
-)
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
@@ -43,6 +36,14 @@ from jax_mx.products.recipes import (
     Recipe,
     check_frozen,
     recipe_beside,
+)
+from jax_mx.products.sides import (
+    Side,
+    Static,
+    gathered_for,
+    gathered_once,
+    keeps_rows,
+    parts_of,
 )
 from jax_mx.quantizing.activations import Gated, row_of
 from jax_mx.quantizing.mxarray import MXArray
@@ -146,12 +147,13 @@ def mlp(
         spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
         out_sharding = jax.sharding.PartitionSpec(*spec)
     shared = (exact, implementation)
+    more, after = (recipe.chosen, recipe.fast), keeps_rows(w2, recipes[1])
     static = Layer(
         tuple(
-            Static(op, layout, dtype, *shared, None, recipe.chosen, recipe.fast)
-            for layout in layouts
+            Static(op, layout, dtype, *shared, None, *more, keeps_rows(w, recipes[0]))
+            for w, layout in zip(first, layouts, strict=True)
         ),
-        Static(op, second, dtype, *shared, out_sharding, recipe.chosen, recipe.fast),
+        Static(op, second, dtype, *shared, out_sharding, *more, after),
         gate.name,
         gate.interleaved,
         residuals,

@@ -1,6 +1,6 @@
-"""Decide, then quantize, then multiply: products as JAX primitives.
+"""Products as JAX primitives, as a trace has them; lowering.py has what they become.
 
-`mx_product` is one contraction of operands that are there. Its lowering asks decide.py which
+`mx_product` is one contraction of operands that are there. lowering.py asks decide.py which
 implementation serves it on the chips of the program. So the choice stands in the lowered program,
 and vmap, shard_map, scan and export treat the primitive as `jax.lax.dot_general`.
 
@@ -26,30 +26,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
-from jax.interpreters import mlir
 
 from jax_mx.formats.layouts import ROW_MAJOR_VALUES
 from jax_mx.formats.sharding import is_explicit
-from jax_mx.launch import private, targets
+from jax_mx.launch import private
 from jax_mx.products.contraction import (
     ROWS,
     SUMS,
     Contraction,
     Dims,
     Numbers,
-    Served,
 )
-from jax_mx.products.decide import chips_of, decide
-from jax_mx.products.implementations import IMPLEMENTATIONS
-from jax_mx.products.operand import Unquantized
-from jax_mx.products.splitting import Splitting, splitting_of
-from jax_mx.quantizing import derivatives, primitive, registry
+from jax_mx.quantizing import derivatives, primitive
 from jax_mx.quantizing.mxarray import MXArray
-from jax_mx.quantizing.plan import Plan
 
 
 # ---- one contraction ---
-def _contraction_of(tree: Any, leaves: Sequence[Any], numbers: Numbers) -> Contraction:
+def contraction_of(tree: Any, leaves: Sequence[Any], numbers: Numbers) -> Contraction:
     """The contraction of arrays, or abstract values: leaves of (lhs, rhs, sizes, like)."""
     return Contraction(numbers, *tree.unflatten(leaves))
 
@@ -63,7 +56,7 @@ def multiplied(contraction: Contraction) -> jax.Array:
 
 
 def _avals(*leaves: Any, tree: Any, numbers: Numbers) -> list:
-    contraction = _contraction_of(tree, leaves, numbers)
+    contraction = contraction_of(tree, leaves, numbers)
     lhs, rhs = contraction.lhs, contraction.rhs
     if not numbers.groups:  # of operands as float32, sharded as their values are
         types: dict[str, Any] = {"dtype": np.dtype(np.float32), "weak_type": False}
@@ -141,48 +134,13 @@ def _batch_dense(
     return product_p.bind(*private.vary_alike(*moved), tree=tree, numbers=numbers), [at]
 
 
-def _lower(platform: str | None, ctx: Any, *leaves: Any, tree: Any, numbers: Numbers) -> Any:
-    target = targets.target_of(ctx, platform)
-    abstract = _contraction_of(tree, ctx.avals_in, numbers).lowered_for(target)
-    splitting = splitting_of(abstract, target)
-    abstract = splitting.contraction
-    served = decide(abstract, target)
-    carries = target.carries and IMPLEMENTATIONS[served.implementation].is_pallas
-    with targets.pallas_lowers_for(chips_of(target) if carries else (), ctx) as ctx:
-        if splitting.is_shared_by(served):
-            return splitting.call(ctx, leaves, served, target)
-        return _lower_alone(ctx, leaves, tree, numbers, splitting, served)
-
-
-def _lower_alone(
-    ctx: Any,
-    leaves: Sequence[Any],
-    tree: Any,
-    numbers: Numbers,
-    splitting: Splitting,
-    served: Served,
-) -> Any:
-    """Lowers a product that devices do not share by a rule."""
-    abstract, name = splitting.contraction, served.implementation
-    if not numbers.groups and any(0 in x.shape for x in (abstract.lhs, abstract.rhs)):
-        name = "xla"  # libraries divide by lengths, or read elements
-
-    def product(*leaves: Any) -> list[jax.Array]:
-        contraction = splitting.of_arrays(_contraction_of(tree, leaves, numbers))
-        with jax.named_scope(f"by_{served.implementation}"):  # so that profiles and dumps say it
-            return [IMPLEMENTATIONS[name].compute(contraction, served)]
-
-    rule: Any = mlir.lower_fun(product, multiple_results=True)
-    return rule(ctx, *leaves)
-
-
 def _no_second(*_: Any, numbers: Numbers, **__: Any) -> Any:
     return derivatives.no_second("ragged_dot" if numbers.groups else "dot_general")
 
 
 def _plain(avals: Sequence[Any], *, tree: Any, numbers: Numbers) -> Callable | None:
     """The product of floats as JAX computes it, whose derivatives it has; None of codes."""
-    contraction = _contraction_of(tree, avals, numbers)
+    contraction = contraction_of(tree, avals, numbers)
     if numbers.groups or any(isinstance(x, MXArray) for x in (contraction.lhs, contraction.rhs)):
         return None
     return functools.partial(
@@ -193,7 +151,7 @@ def _plain(avals: Sequence[Any], *, tree: Any, numbers: Numbers) -> Callable | N
     )
 
 
-product_p = private.define("mx_product", _avals, _lower, _batch, _no_second)
+product_p = private.define("mx_product", _avals, None, _batch, _no_second)
 derivatives.bilinear(product_p, _plain, _no_second)
 
 
@@ -277,7 +235,24 @@ class Multiplication(NamedTuple):
         if self.like is None or not (mesh.empty or mesh.are_all_axes_auto):
             return contraction
         i, form, axis = self.like
-        return contraction.split_like(forms[i][form], axis)
+        return _split_like(contraction, forms[i][form], axis)
+
+
+def _split_like(contraction: Contraction, form: Any, axis: int) -> Contraction:
+    """The contraction, whose result XLA is to split as a form whose contracted axis is `axis`.
+
+    It stays as it is where codes share bytes, dimensions are merged, or devices hold the whole
+    form, which XLA would split anew.
+    """
+    if form is None or form.gathered:
+        return contraction
+    array = form.array.values if isinstance(form.array, MXArray) else form.array
+    array = array if form.axis == axis else jnp.swapaxes(array, -1, -2)
+    numbers, shapes = contraction.numbers, [x.shape for x in (contraction.lhs, contraction.rhs)]
+    batch = tuple(shapes[0][d] for d in numbers.batch[0])
+    free = (tuple(n[d] for d in numbers.free(i, len(n))) for i, n in enumerate(shapes))
+    fits = array.shape == (*batch, *itertools.chain(*free))
+    return dataclasses.replace(contraction, like=array) if fits else contraction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,9 +278,9 @@ class Step:
             return self.computed(operands, sizes)
         read = self.wanted
         operands = [
-            operand
-            if isinstance(operand, Unquantized)
-            else tuple(form if (i, f) in read else None for f, form in enumerate(operand))
+            tuple(form if (i, f) in read else None for f, form in enumerate(operand))
+            if isinstance(operand, tuple)
+            else operand
             for i, operand in enumerate(operands)
         ]
         leaves, tree = jax.tree.flatten((operands, sizes))
@@ -343,7 +318,7 @@ class Step:
 
     def narrowed(self, number: int, operand: Any) -> Any:
         """An operand of which only those forms are wanted that the step wants."""
-        if not isinstance(operand, Unquantized) or operand.has_sums:
+        if isinstance(operand, tuple) or operand.has_sums:
             return operand
         first, second = ((number, f) in self.wanted for f in (0, 1))
         return dataclasses.replace(
@@ -361,11 +336,12 @@ class Step:
           names: the implementations of the products, all of which multiply floats; None: products
             read codes, and the lowering of each decides.
         """
+        none = [(False, False)] * len(operands)
         forms: list[Any] = [
-            operand.forms(floats if names else (False, False))
-            if isinstance(operand, Unquantized)
-            else operand
-            for operand, floats in zip(operands, self._may_be_floats(operands), strict=True)
+            operand if isinstance(operand, tuple) else operand.forms(floats)
+            for operand, floats in zip(
+                operands, self._may_be_floats(operands) if names else none, strict=True
+            )
         ]
         products = []
         for i, one in enumerate(self.multiplications):
@@ -390,7 +366,7 @@ class Step:
         """For each operand whether each form may come as floats: it is read and not kept."""
         read = {side for one in self.multiplications for side in (one.lhs, one.rhs)}
         read -= {*self.kept}
-        may_be = [isinstance(x, Unquantized) and x.may_be_floats for x in operands]
+        may_be = [not isinstance(x, tuple) and x.may_be_floats for x in operands]
         return [(may and (i, 0) in read, may and (i, 1) in read) for i, may in enumerate(may_be)]
 
 
@@ -407,7 +383,7 @@ def contractions_in(jaxpr: Any) -> Iterator[Contraction]:
     for eqn in equations(jaxpr):
         if eqn.primitive is product_p:
             avals = [v.aval for v in eqn.invars]
-            yield _contraction_of(eqn.params["tree"], avals, eqn.params["numbers"])
+            yield contraction_of(eqn.params["tree"], avals, eqn.params["numbers"])
 
 
 def _step_avals(*leaves: Any, codes: Any, **_: Any) -> list:
@@ -423,82 +399,8 @@ def _batch_step(
     return outs, [0] * len(outs)
 
 
-def _lower_step(
-    platform: str | None,
-    ctx: Any,
-    *leaves: Any,
-    codes: Any,
-    mapped: tuple,
-    structure: Any,
-    **params: Any,
-) -> Any:
-    del structure
-    target, run = targets.target_of(ctx, platform), codes
-    if names := names_of_floats(codes, target):
-        of_floats = traced_of_floats(ctx.avals_in, mapped, names, **params)
-        run = of_floats if gives_floats(of_floats, target) else codes
-    rule: Any = mlir.lower_fun(jaxpr_as_fun(run), multiple_results=True)
-    return rule(ctx, *leaves)
-
-
-def traced_of_floats(
-    avals: Sequence[Any], mapped: tuple, names: Sequence[str], step: Step, **params: Any
-) -> Any:
-    """The jaxpr of a step of floats.
-
-    Args:
-      avals: of its leaves.
-      mapped: for each vmap around it, the inner one first, which axis of each leaf it maps.
-      names: of the implementations of products.
-      step: the step.
-      **params: see `Step.of_floats`.
-    """
-    run = step.of_floats(names=names, **params)
-    for dims in mapped:
-        run = jax.vmap(run, in_axes=dims)
-    return jax.make_jaxpr(run)(*avals)
-
-
-def names_of_floats(codes: Any, target: targets.Target) -> tuple[str, ...]:
-    """The implementations of a step's products, where all of them multiply floats; else none."""
-    names = []
-    for contraction in contractions_in(codes.jaxpr):
-        try:
-            served = decide(splitting_of(contraction, target).contraction, target)
-        except NotImplementedError:  # which lowering the product says, too
-            return ()
-        if not served.reads_floats:
-            return ()
-        names.append(served.implementation)
-    return tuple(names)
-
-
-def gives_floats(of_floats: Any, target: targets.Target) -> bool:
-    """Whether a step of floats has kernels that give them, and products that take them.
-
-    By the tables alone, which are the same in all processes of a program.
-    """
-    chips = chips_of(target)
-    plans = [eqn.params.get("plan") for eqn in equations(of_floats.jaxpr)]
-    asked = [plan for plan in plans if isinstance(plan, Plan) and plan.gives_floats]
-    with registry.by_tables():
-        return (
-            bool(asked)
-            and all(
-                registry.chosen(plan, target.platform, chips).quantizes_at_once for plan in asked
-            )
-            and all(
-                IMPLEMENTATIONS[str(contraction.implementation)].support(contraction, chips)
-                for contraction in (
-                    splitting_of(contraction, target).contraction
-                    for contraction in contractions_in(of_floats.jaxpr)
-                )
-            )
-        )
-
-
 _no_second_step = functools.partial(derivatives.no_second, "dot_general")
-step_p = private.define("mx_step", _step_avals, _lower_step, _batch_step, _no_second_step)
+step_p = private.define("mx_step", _step_avals, None, _batch_step, _no_second_step)
 private.looked_into(step_p, "codes")
 
 

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_mx.formats.arrangements import Arrangement
 from jax_mx.formats.formats import BLOCK, MXFP8_E4M3, MXFP8_E5M2, Format, Scaling
 from jax_mx.formats.layouts import BLOCKED_128X4, ROW_MAJOR, ROW_MAJOR_VALUES, ScaleLayout
+from jax_mx.formats.reads import layout_for_trace
 from jax_mx.formats.sharding import is_explicit, shards_of
+from jax_mx.formats.views import padded
 from jax_mx.formats.windows import SHARD, SQUARE, Window, lengths_of, share_a_read
 from jax_mx.launch import private
-from jax_mx.products.arrangements import Arrangement, padded
-from jax_mx.products.reads import layout_for_trace
 from jax_mx.quantizing import mxarray, reference
 from jax_mx.quantizing.activations import made
 from jax_mx.quantizing.calling import WithSums, called

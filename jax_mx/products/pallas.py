@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_mx.formats.checks import is_symbolic
-from jax_mx.products.arrangements import padded
-from jax_mx.products.contraction import SUMS, Contraction, Served, refused
-from jax_mx.products.kernels import swapped_floats
-from jax_mx.products.tensor_cores import TCGEN05
+from jax_mx.formats.reads import TCGEN05
+from jax_mx.formats.views import padded
+from jax_mx.products.contraction import SUMS, Contraction, Served, refused, swapped_floats
 from jax_mx.quantizing.mxarray import MXArray
 
 HOPPER, BLACKWELL = "pallas", "blackwell"

@@ -5,21 +5,112 @@ Operands lie one after the other: x (T, K), W (G, N, K).
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 
+from jax_mx.formats.blocks import dequantize
 from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.groups import clamped
+from jax_mx.formats.views import padded
 from jax_mx.launch.calls import batched
 from jax_mx.launch.private import unsplit, vary_alike
 from jax_mx.norms import reference as norms
-from jax_mx.products import reference
-from jax_mx.quantizing.facts.product_kernels import DIRECT, FEWEST, normed_fits
+from jax_mx.quantizing.facts.product_kernels import DIRECT, FEWEST, UNIT, normed_fits
 from jax_mx.quantizing.plan import ProductPlan
 from jax_mx.quantizing.primitive import Op, make_primitive, one_by_one
 
 
+# ---- what they compute: operands as float32, sums in float32 ---
+def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *sizes, plan: Any) -> list:
+    """y (T, N) = x (T, passes * K) @ W (G, N, K)^T; several passes of x are added.
+
+    A free W is (G, K, N), and y = x @ W; each pass then has zeros up to a multiple of `UNIT`
+    columns.
+    """
+    w = _floats(codes, scales, plan.formats[-1])
+    if plan.free:
+        w = w.mT
+    length = w.shape[-1]
+    parts = x.astype(jnp.float32).reshape(x.shape[0], -1, length + plan.free * (-length % UNIT))
+    return [_product(parts.sum(1)[:, :length], w, *sizes).astype(plan.dtype)]
+
+
+def matmul_fp8(x_codes, x_scales, codes, scales, *sizes, plan: Any) -> list:
+    """The same for an x (T, K) in MX; codes may lie in parts of K, (parts, N, K / parts)."""
+    if plan.parts > 1:
+        codes = codes.swapaxes(0, 1).reshape(1, codes.shape[1], -1)
+    x = _floats(x_codes, x_scales, plan.formats[0])
+    w = _floats(codes, scales, plan.formats[-1])
+    return [_product(x, w, *sizes).astype(plan.dtype)]
+
+
+def wgrad_fp8(x_codes, x_scales, codes, scales, sizes, *, plan: Any) -> list:
+    """y (G, M, N): for each group x (M, K) @ W (N, K)^T over its part of K."""
+    x = _floats(x_codes, x_scales, plan.formats[0])
+    w = _floats(codes, scales, plan.formats[-1])
+    return [_contracted(x.T, w.T, sizes).astype(plan.dtype)]
+
+
+def wgrad(x, dy, *sizes, plan: Any) -> list:
+    """y (G, K, N): for each group x (T, K)^T @ dy (T, N) over its rows, or (..., K, N) of all."""
+    x, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
+    y = _contracted(x, dy, *sizes) if sizes else _dot("...tk,...tn->...kn", x, dy)
+    return [y.astype(plan.dtype)]
+
+
+def _contracted(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """For each group the product of its rows of x (T, M) and of w (T, N), (G, M, N)."""
+    counts = clamped(sizes, x.shape[0])
+    row = jnp.arange(x.shape[0])[:, None]
+
+    def one(group):
+        # Zeros in place of other groups' elements: no sum may meet their NaN.
+        end, count = group
+        in_group = (row < end) & (row >= end - count)
+        return _dot("km,kn->mn", jnp.where(in_group, x, 0), jnp.where(in_group, w, 0))
+
+    return jax.lax.map(one, (jnp.cumsum(counts), counts))
+
+
+def _floats(codes: jax.Array, scales: jax.Array, format) -> jax.Array:
+    """The dequantized floats of row-major codes and scales, float32."""
+    blocks = codes.reshape(*scales.shape, BLOCK // format.codes_per_byte)
+    floats = dequantize(blocks, scales[..., None], format, jnp.dtype(jnp.float32))
+    return floats.reshape(*scales.shape[:-1], -1)
+
+
+def _product(x: jax.Array, w: jax.Array, *sizes: jax.Array) -> jax.Array:
+    """Float32 (T, N); rows that no group has are 0."""
+    if not sizes:
+        groups, n, k = w.shape
+        y = _dot("gmk,gnk->gmn", x.reshape(groups, -1, k), w)
+        return y.reshape(-1, n)
+    counts = clamped(sizes[0], x.shape[0])
+    ends = jnp.cumsum(counts)
+    row = jnp.arange(x.shape[0])[:, None]
+
+    def add(y, group):
+        # A group after the other: no sum may meet another group's NaN.
+        matrix, end, count = group
+        in_group = (row < end) & (row >= end - count)
+        return jnp.where(in_group, _dot("mk,nk->mn", x, matrix), y), None
+
+    start = jnp.zeros_like(x, shape=(x.shape[0], w.shape[1]))
+    return jax.lax.scan(add, start, (w, ends, counts))[0]
+
+
+def _dot(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(
+        equation, a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+# ---- primitives ---
 def _product_avals(*operands, plan: ProductPlan):
     """The abstract value of y (T, N)."""
     codes, scales = (operands[plan.signature.number(name)] for name in ("codes", "scales"))
@@ -109,11 +200,11 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
 products_p = {
     name: make_primitive(name, op)
     for name, op in {
-        "matmul": Op(_product_avals, reference.matmul, _batch_product),
+        "matmul": Op(_product_avals, matmul, _batch_product),
         "normed": Op(_normed_avals, _normed_reference, _batch_normed),
-        "matmul_fp8": Op(_product_avals, reference.matmul_fp8, _batch_product),
-        "wgrad_fp8": Op(_wgrad_avals, reference.wgrad_fp8, _batch_each),
-        "wgrad": Op(_floats_wgrad_avals, reference.wgrad, _batch_floats_wgrad),
+        "matmul_fp8": Op(_product_avals, matmul_fp8, _batch_product),
+        "wgrad_fp8": Op(_wgrad_avals, wgrad_fp8, _batch_each),
+        "wgrad": Op(_floats_wgrad_avals, wgrad, _batch_floats_wgrad),
     }.items()
 }
 
@@ -122,3 +213,72 @@ def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:
     """Binds a product's primitive, all operands varying over the same manual axes."""
     (y,) = products_p[plan.op].bind(*vary_alike(*operands), plan=plan)
     return y
+
+
+# ---- calls by plans ---
+@functools.partial(jax.jit, static_argnames="plan")
+def by_plan(plan: ProductPlan, x: Any, w: Any, sizes: jax.Array | None = None) -> jax.Array:
+    """The product that a plan says, of operands that have elements and fit it and each other.
+
+    Args:
+      plan: of `plan_of`, `wgrad_plan_of` or `floats_plan_of`.
+      x: floats or, of "matmul_fp8", an `MXArray` (..., M, K); with sizes (T, K), rows sorted by
+        group. "wgrad" has floats (..., R, M), "wgrad_fp8" an `MXArray` (M, R).
+      w: an `MXArray` (N, K) or, for each group or entry of a batch a matrix, (G, N, K); of a free
+        one (K, N) or (G, K, N). "wgrad" has floats (..., R, N), "wgrad_fp8" an `MXArray` (N, R).
+      sizes: int32 (G,), how many rows each group has; "wgrad_fp8" always has sizes.
+
+    Returns:
+      (..., M, N); of gradients (G, M, N), without sizes (..., M, N).
+    """
+    grouped = [] if sizes is None else [sizes]
+    if plan.op == "wgrad":
+        m, n = x.shape[-1], w.shape[-1]
+        # The copy engine wants rows of whole 16 bytes.
+        floats = padded(x, (0, -m % 8)), padded(w, (0, -n % 8))
+        return product([*floats, *grouped], plan)[..., :m, :n]
+    if plan.op == "wgrad_fp8":
+        return product([x.values, x.scales, w.values, w.scales, *grouped], plan)
+    matrices = [a[None] if w.ndim == 2 else a for a in (w.values, w.scales)]
+    lead = x.shape[:-1]
+    if plan.op == "matmul_fp8":
+        rows = [_flat(a) for a in (x.values, x.scales)]
+    else:
+        rows = [_in_parts(padded(_flat(x), (0, -x.shape[-1] % UNIT if plan.free else 0)))]
+    y = product([*rows, *matrices, *grouped], plan)
+    return y.reshape(*lead, w.shape[-1 if plan.free else -2])
+
+
+def by_parts(
+    plan: ProductPlan, x: jax.Array, x_scales: jax.Array, codes: jax.Array, scales: jax.Array
+) -> jax.Array:
+    """The product of a dense plan "matmul_fp8" of codes of w that lie in parts of K.
+
+    Args:
+      plan: of `plan_of`, for windows "row".
+      x: codes (..., M, K).
+      x_scales: (..., M, K / 32).
+      codes: of w, (parts, N, K / parts).
+      scales: of w, (N, K / 32).
+
+    Returns:
+      (..., M, N).
+    """
+    plan = dataclasses.replace(plan, parts=codes.shape[0])
+    y = product([_flat(x), _flat(x_scales), codes, scales[None]], plan)
+    return y.reshape(*x.shape[:-1], codes.shape[1])
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """All rows of an array in one matrix."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _in_parts(x: jax.Array) -> jax.Array:
+    """x in bfloat16: of float16 (T, 2 K), two parts beside each other whose sum is x."""
+    if x.dtype == jnp.bfloat16:
+        return x
+    # Not by a cast and back, which XLA may leave out.
+    high = jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+    low = jnp.where(jnp.isfinite(high), x.astype(jnp.float32) - high, 0)
+    return jnp.concatenate([high, low], axis=-1).astype(jnp.bfloat16)

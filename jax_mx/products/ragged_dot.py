@@ -4,27 +4,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_mx.formats.checks import float_dtype, implementation_of, is_symbolic
+from jax_mx.formats.groups import clamped
 from jax_mx.launch import private
 from jax_mx.products.arguments import (
-    Weight,
-    array_or_quantized,
-    floats_of,
-    grouped_recipe,
     is_exact,
-    sizes_of,
     unsplit,
     warn_of_fixed_keys,
-    weight_of,
 )
-from jax_mx.products.derivative import Static, product
-from jax_mx.products.fallback import Fallback, as_floats, plain_operands
-from jax_mx.products.implementations import named
-from jax_mx.products.ragged import clamped
-from jax_mx.products.recipes import AUTO, Recipe, is_floats, recipe_beside
-from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.products.derivative import product
+from jax_mx.products.fallback import Fallback, groups_by_jax, plain_operands
+from jax_mx.products.planning import planned_groups
+from jax_mx.products.recipes import AUTO, Recipe, is_floats
+from jax_mx.products.sides import Static
 
 
 def ragged_dot(
@@ -79,13 +71,9 @@ def ragged_dot(
     if group_offset is not None:
         raise NotImplementedError(f"{op}: group_offset must be None; slice rhs and group_sizes")
     if is_floats(recipe):
-        a, b = as_floats(lhs, rhs)
-        if isinstance(rhs, MXArray) and len(rhs.block) == 1 and rhs.axis % 3 == 2:
-            b = jnp.swapaxes(b, 1, 2)
-        sizes = jnp.asarray(group_sizes)
-        return jax.lax.ragged_dot(a, b, sizes, precision, preferred_element_type)
+        return groups_by_jax(lhs, rhs, group_sizes, precision, preferred_element_type)
     try:
-        lhs, weight, sizes, recipe, dtype = planned(
+        lhs, weight, sizes, recipe, dtype = planned_groups(
             op, lhs, rhs, group_sizes, preferred_element_type, recipe, implementation
         )
     except (TypeError, ValueError) as error:
@@ -100,35 +88,3 @@ def ragged_dot(
     operands = (lhs, None, weight.floats, weight.quantized, clamped(sizes, lhs.shape[0]))
     leaves, tree = jax.tree.flatten((*operands, recipe))
     return product(static, *tree.unflatten(private.vary_alike(*leaves)))[:, : weight.columns]
-
-
-def planned(
-    op: str,
-    lhs: Any,
-    rhs: Any,
-    group_sizes: Any,
-    preferred: Any,
-    recipe: Any,
-    implementation: Any,
-) -> tuple[jax.Array, Weight, jax.Array, Recipe, np.dtype]:
-    """Rows, a matrix a group, sizes, the recipe and the result's type, checked.
-
-    Raises:
-      TypeError, ValueError: as `ragged_dot` does.
-    """
-    rhs = array_or_quantized(op, "rhs", rhs)
-    recipe = grouped_recipe(op, recipe, lhs, rhs)
-    recipe = recipe_beside(op, "rhs", rhs, recipe)
-    lhs = floats_of(op, "lhs", lhs, 2, recipe.units.forward)
-    weight = weight_of(op, "rhs", rhs, lhs.shape[1], recipe)
-    sizes = sizes_of(op, group_sizes, weight.groups)
-    if not is_symbolic(lhs.shape[0]) and lhs.shape[0] > jnp.iinfo(jnp.int32).max:
-        raise ValueError(
-            f"{op}: lhs has {lhs.shape[0]} rows, more than int32 counts, as group_sizes are; split "
-            "the rows"
-        )
-    dtype = lhs.dtype
-    if preferred is not None:
-        dtype = float_dtype(op, "preferred_element_type", preferred)
-    implementation_of(op, named(op), implementation)
-    return lhs, weight, sizes, recipe, dtype

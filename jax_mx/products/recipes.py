@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
+from jax_mx.formats.arrangements import Units, arrangement_of, check_contracted
 from jax_mx.formats.checks import (
     array_of,
     block_of,
@@ -36,7 +37,6 @@ from jax_mx.formats.formats import (
     named,
 )
 from jax_mx.formats.windows import ROW, SHARD, TILE, Window
-from jax_mx.products.arrangements import Units, arrangement_of, check_contracted
 from jax_mx.products.operand import (
     BlockRule,
     QuantizedWeight,

@@ -25,10 +25,9 @@ from jax_mx.formats.windows import ROW, SHARD, lengths_of
 from jax_mx.launch import partition
 from jax_mx.launch.partition import Rule, Split
 from jax_mx.launch.targets import Target
-from jax_mx.products import kernel_plans, kernels
+from jax_mx.products import kernels, primitives
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Numbers, Served
-from jax_mx.products.decide import chips_of
-from jax_mx.products.implementations import IMPLEMENTATIONS
+from jax_mx.products.implementations import IMPLEMENTATIONS, chips_of
 from jax_mx.quantizing import metadata
 from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.quantizing.plan import ProductPlan, described, plan_in
@@ -290,7 +289,7 @@ def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     def run(*leaves: jax.Array) -> list[jax.Array]:
         if parameters["parted"] and leaves[2].ndim > leaves[3].ndim:
             assert plan is not None
-            return [kernel_plans.by_parts(plan, *leaves)]
+            return [primitives.by_parts(plan, *leaves)]
         rest, sides = iter(leaves), list[Any]()
         for fields in parameters["operands"]:
             if fields is None:

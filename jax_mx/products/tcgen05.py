@@ -14,44 +14,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.formats import views
+from jax_mx.formats import reads, views
 from jax_mx.formats.checks import is_symbolic
 from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2
+from jax_mx.formats.groups import clamped
 from jax_mx.formats.layouts import BLOCKED_128X4, ROW_MAJOR
-from jax_mx.launch import targets
+from jax_mx.formats.reads import ALIGN, TCGEN05
 from jax_mx.products.contraction import ROWS, SUMS, Contraction, Dims, Served, is_along, refused
 from jax_mx.products.groups import Groups
-from jax_mx.products.ragged import clamped
 from jax_mx.products.tcgen05_kernel import ROWS as TILE
 from jax_mx.products.tcgen05_kernel import Items, Side, depth_of, product
-from jax_mx.products.tensor_cores import TCGEN05
 from jax_mx.quantizing.mxarray import MXArray, floats_of
 from jax_mx.quantizing.reference import rows_of
 
 NAME = "tcgen05"
-VERSION = (0, 11, 2)  # of JAX, whose interpreter executes the kernel
-ALIGN = 128  # elements: groups that are contracted begin at its multiples where codes are read
 _EIGHTS, _FOURS = {MXFP8_E4M3, MXFP8_E5M2}, {MXFP4_E2M1}
 _FLOATS = (jnp.bfloat16, jnp.float16)
-
-
-# ---- what quantizers write for it ---
-def align_for_trace() -> int:
-    """The multiples at which groups begin along rows, so that products of a trace read codes."""
-    return ALIGN if _serves_trace() else 1
-
-
-def _serves_trace() -> bool:
-    chips = targets.chips_of_trace(())
-    return bool(chips) and not _other_chip(chips) and jax.__version_info__ >= VERSION
 
 
 # ---- what it serves ---
 def support(contraction: Contraction, chips: Sequence[str]) -> Served:
     """Whether the kernel serves a contraction on chips."""
     why, advice = _other_chip(chips), ""
-    if not why and jax.__version_info__ < VERSION:
-        wanted = ".".join(map(str, VERSION))
+    if not why and jax.__version_info__ < reads.VERSION:
+        wanted = ".".join(map(str, reads.VERSION))
         why, advice = f"wants JAX {wanted}, this is {jax.__version__}", "install it or a newer one"
     why = why or contraction.unsplit or _shapes(contraction)
     if not why and not _codes(contraction):

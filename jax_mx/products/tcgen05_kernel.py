@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_mx.products.arrangements import padded
+from jax_mx.formats.views import padded
 
 ROWS = 128  # of a tile, also of a tile of scales
 _DEPTH = 128  # bytes of a row that one step reads

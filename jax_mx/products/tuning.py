@@ -15,8 +15,8 @@ from jax_mx.collectives.barrier import notes_in
 from jax_mx.formats.checks import shown, whole
 from jax_mx.launch import private, targets
 from jax_mx.products import choices, measuring
-from jax_mx.products.choices import Choice, Cost, Key, Measured
-from jax_mx.products.contraction import Contraction, key_of
+from jax_mx.products.choices import Choice, Cost, Key, Measured, key_of
+from jax_mx.products.contraction import Contraction
 from jax_mx.products.decide import candidates as candidates_of
 from jax_mx.products.decide import decided
 from jax_mx.products.implementations import IMPLEMENTATIONS

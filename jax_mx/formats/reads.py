@@ -1,4 +1,4 @@
-"""Layouts that products of a trace read as they lie."""
+"""Tensor cores by chip, and the layouts of operands that they read as they lie."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,8 +17,14 @@ from jax_mx.formats.layouts import (
 )
 from jax_mx.launch import targets
 from jax_mx.launch.chips import chips_of
-from jax_mx.products import tcgen05
-from jax_mx.products.tensor_cores import TCGEN05
+
+# The chips whose tensor cores multiply OCP's FP8, and those that take E8M0 scales as well.
+FP8 = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
+SCALED_DOT = ("sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
+# The chips whose tensor cores sum in tensor memory, by tcgen05's instructions.
+TCGEN05 = ("sm_100", "sm_103")
+VERSION = (0, 11, 2)  # of JAX, whose interpreter executes a kernel of tcgen05
+ALIGN = 128  # elements: groups that it contracts begin at multiples, where it reads codes
 
 # By chip, where scales lie that a matrix core takes without another pass; elsewhere in rows.
 _LAYOUTS: Mapping[str, ScaleLayout] = {
@@ -40,7 +46,7 @@ def layout_for_trace(of: Callable[[], Any] | None = None, joined: Any = None) ->
     if len(layouts) != 1:
         return ROW_MAJOR
     (layout,) = layouts
-    is_old = layout == BLOCKED_128X4 and jax.__version_info__ < tcgen05.VERSION
+    is_old = layout == BLOCKED_128X4 and jax.__version_info__ < VERSION
     return layout if not is_old and _has_whole_tiles(layout, of, joined) else ROW_MAJOR
 
 
@@ -76,3 +82,10 @@ def tiles_for_trace() -> tuple[Layout, ...]:
     if chips and chips <= {*chips_of("flydsl")} and _has_whole_tiles(SHUFFLED_32X8):
         return (SHUFFLED_32X8, SHUFFLED_16X16)
     return (layout_for_trace(),)
+
+
+def align_for_trace() -> int:
+    """The multiples at which groups begin along rows, so that products of a trace read codes."""
+    chips = targets.chips_of_trace(())
+    serves = bool(chips) and {*chips} <= {*TCGEN05} and jax.__version_info__ >= VERSION
+    return ALIGN if serves else 1

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jax_mx.formats.checks import shown, whole
 from jax_mx.formats.formats import BLOCK
@@ -178,11 +177,6 @@ def _unmerged(x: jax.Array, at: int, parts: Sequence[tuple[Dims, bool]]) -> jax.
         shape += lengths
         spec += [*entries, *[None] * (len(lengths) - 1)][: len(lengths)] if is_one else entries
     return x if tuple(shape) == x.shape else reshape(x, tuple(shape), tuple(spec))
-
-
-def padded(x: jax.Array, pads: tuple[int, int]) -> jax.Array:
-    """x with so many zeros behind each of its last two axes."""
-    return jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *((0, n) for n in pads)]) if any(pads) else x
 
 
 def _cut(x: jax.Array, axis: int, rows: int) -> jax.Array:
