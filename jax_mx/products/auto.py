@@ -24,6 +24,7 @@ from jax_mx.products.recipes import (
     MXFP8,
     MXFP8_ROWS,
     MXFP8_WINDOWS,
+    PRODUCTS,
     USES,
     Chosen,
     Recipe,
@@ -119,7 +120,7 @@ def recipe_beside(op: str, name: str, w: Any, recipe: Recipe) -> Recipe:
     """
     if not isinstance(w, QuantizedWeight):
         return recipe
-    if jax.tree.structure(w.recipe) != jax.tree.structure(recipe):
+    if jax.tree.structure(_of_codes(w.recipe)) != jax.tree.structure(_of_codes(recipe)):
         raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
     turned = {
         product: dataclasses.replace(
@@ -128,6 +129,15 @@ def recipe_beside(op: str, name: str, w: Any, recipe: Recipe) -> Recipe:
         for product in USES["rhs"]
     }
     return dataclasses.replace(recipe, **turned)
+
+
+def _of_codes(recipe: Recipe) -> Recipe:
+    """The part of a recipe that codes follow from: not how tensor cores add up."""
+    products = {
+        name: dataclasses.replace(getattr(recipe, name), fast_accumulation=False)
+        for name in PRODUCTS
+    }
+    return dataclasses.replace(recipe, **products)
 
 
 def _is_small(sizes: Sizes) -> bool:
