@@ -91,6 +91,20 @@ def test_from_experts(shape, align):
         assert groups.num_experts == num_experts
 
 
+def test_more_choices_than_were_announced():
+    """Slots, sizes and counts agree, and `dropped` counts what got no slot."""
+    groups = jax_mx.Groups.from_experts(np.array([1, 0, 0, 1, -1]), 2, align=1, most=2)
+    assert_equal(groups, ([1, 2], [2, 0], [0, 2], [2, 0], [[-1], [0], [1], [-1], [-1]], 3))
+    groups = jax_mx.Groups.from_experts(np.array([[1, 0], [1, 1]]), 2, align=2, most=1)
+    assert_equal(groups, ([0, -1], [2, 0], [0, 2], [1, 0], [[-1, 0], [-1, -1]], 3))
+    groups = jax_mx.Groups.from_experts(np.array([1, -1, 1]), 2, align=2, most=2)
+    assert_equal(groups, ([0, 2, -1, -1], [0, 2], [0, 0], [0, 2], [[0], [-1], [1]], 1))
+    assert_equal(
+        jax_mx.Groups.from_experts(np.array([[1], [0]]), 2, align=4, most=9),
+        by_loop(np.array([[1], [0]]), 2, 4),
+    )
+
+
 @pytest.mark.thorough
 def test_ten_thousand_routings():
     rng, n = np.random.default_rng(1), 10_000

@@ -1,6 +1,6 @@
 """MaxText with its products in MX, where MaxText itself is installed.
 
-    python -m jax_mx.adapters.maxtext mxfp8 base.yml run_name=... dataset_type=...
+    python -m jax_mx.adapters.maxtext auto base.yml run_name=... dataset_type=...
 
 It stands where `python -m maxtext.trainers.pre_train.train` stood, with a recipe's name before the
 options. A program of its own calls `use` before MaxText makes its model. This follows MaxText
@@ -34,7 +34,7 @@ OP = "jax_mx.adapters.maxtext"
 def use(recipe: Recipe | str = AUTO) -> None:
     """Makes MX of the products of weights in MaxText's layers, dense ones and experts.
 
-        jax_mx.adapters.maxtext.use("mxfp8")
+        jax_mx.adapters.maxtext.use()
         app.run(train.main)
 
     Routers, embeddings, logits, attention's own products and the moves of tokens to experts stay in

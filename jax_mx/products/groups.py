@@ -42,8 +42,8 @@ class Groups:
       sizes: int32 (G,), the number of slots of each group, as grouped products take it.
       starts: int32 (G,), the first slot of each group.
       counts: int32 (G,), the number of tokens of each group.
-      slots: int32 (T, k), the slot of each token's choices; -1: the choice named no expert.
-      dropped: int32 (), the number of choices that named no expert.
+      slots: int32 (T, k), the slot of each token's choices; -1: the choice has no slot.
+      dropped: int32 (), the number of choices without a slot.
       align: the divisor of every size.
     """
 
@@ -77,7 +77,8 @@ class Groups:
             windows and tiled scales. 1 is for arrays that are not quantized along tokens, and for
             `ragged_dot`, which takes groups that begin anywhere.
           most: the largest number of choices that name an expert, if a caller knows it; None: all,
-            T k. Further choices get no slot.
+            T k. A larger number than T k counts as T k. If more choices name an expert, the choices
+            whose slots would be behind the R-th get none, and `dropped` counts these, too.
 
         Returns:
           Groups of R = most + min(G, most) (align - 1) slots, rounded up to a multiple of align,
@@ -288,16 +289,20 @@ def _grouped(experts: jax.Array, number: int, align: int, most: int) -> Groups:
     is_one = (experts >= 0) & (experts < number)
     flat = jnp.where(is_one, experts, number).astype(jnp.int32).reshape(-1)
     earlier, counts = _ranks(flat, number)
-    sizes = -(-counts // align) * align
+    sizes, lost = -(-counts // align) * align, 0
+    if most != tokens * k:  # a caller's number may be too small
+        sizes = clamped(sizes, total)
+        lost = (counts - jnp.minimum(counts, sizes)).sum(dtype=jnp.int32)
+        counts = jnp.minimum(counts, sizes)
     starts = jnp.cumsum(sizes, dtype=jnp.int32) - sizes
     first = jnp.concatenate([starts, jnp.zeros(1, jnp.int32)])
-    # A choice that names no expert is written nowhere.
+    # A choice that names no expert is written nowhere, nor is one behind the last slot.
     slots = jnp.where(flat < number, first[flat] + earlier, total)
     token = jnp.arange(tokens * k, dtype=jnp.int32) // max(k, 1)
     rows = jnp.full(total, -1, jnp.int32)
     rows = rows.at[slots].set(token, mode="drop", unique_indices=True)
     slots = jnp.where(slots < total, slots, -1).reshape(tokens, k)
-    dropped = (~is_one).sum(dtype=jnp.int32)
+    dropped = (~is_one).sum(dtype=jnp.int32) + lost
     return Groups(rows, sizes, starts, counts, slots, dropped, align)
 
 
