@@ -65,7 +65,8 @@ def quantized(
     f, so jit the caller.
 
     Args:
-      f: takes and returns pytrees. Leaves of its arguments that JAX has no arrays of are constants.
+      f: a function of pytrees that returns pytrees. Leaves of its arguments that are no arrays of
+        JAX, so NumPy's arrays too, are constants.
       recipe: of the products, see `dot_general`.
       where: the choice of products. None: all ragged ones, and dense ones without batch dimensions,
         as attention's scores have these and weights do not. A regular expression: of these, the
@@ -79,7 +80,9 @@ def quantized(
       become MX, too. A `jax.custom_jvp` then serves reverse mode alone.
 
     Raises:
-      TypeError, ValueError: the recipe is unknown, or `where` is none of these.
+      TypeError: f is no function, or the recipe or `where` is of another type.
+      ValueError: the recipe is unknown, or an expression is not regular. A call of the result
+        raises both for an answer of the function `where` that is neither a bool nor a recipe.
     """
     if not callable(f):
         raise TypeError(f"{OP}: f must be a function, got {shown(f)}")

@@ -93,19 +93,22 @@ def moe(
     an even routing sends, and keeps arrays for the backward pass. The backward pass computes
     further rounds again.
 
-    With wire="mx" the gradients of both matrices read tokens that were quantized twice, for the
-    move and then along slots. They differ a little from one device's. Inside `jax.shard_map` over
+    `wire` is the form in which tokens move. With the default, "mx", the gradients of both matrices
+    read tokens that were quantized twice, for the move and then along slots. They differ a little
+    from one device's. Inside `jax.shard_map` over
     that axis, arguments are a shard's. Elsewhere they are whole arrays, on the mesh that
     `jax.set_mesh` has set, with automatic or explicit axes. The function then maps the layer over
     their shards.
 
     Args:
-      x: (T, D): bfloat16, float16 or float32. 32 divides D.
+      x: (T, D): bfloat16, float16 or float32. 32 divides D, as do the sizes of the recipe's
+        Hadamard transforms in forward and dgrad.
       experts: integers (T, k): the experts of each token. A number out of range adds nothing, and
         its weight's gradient is 0.
       weights: floats (T, k): the router's weight of each.
       w_gate_up: (E, D, 2 I), see `ragged_dot`: floats, a result of `recipe.quantize_weight`, or a
-        frozen `MXArray` (E, D, 2 I) or (E, 2 I, D) with its blocks along D. 32 divides I.
+        frozen `MXArray` (E, D, 2 I) or (E, 2 I, D) with its blocks along D. 32 and the size of
+        forward's transform divide I; the size of dgrad's divides 2 I.
       w_down: (E, I, D), of the same types.
       b_gate_up: floats (E, 2 I), or None.
       b_down: floats (E, D), or None.
@@ -113,11 +116,11 @@ def moe(
         "reglu2", "bilinear" or "gpt_oss".
       interleaved: whether gate and up alternate along 2 I, not all gates first.
       recipe: the rule for floats, see `dot_general`; "floats" leaves them as they are. It refuses
-        the windows that `ragged_dot` refuses. The router's weight multiplies the operand of
-        w_down's product before this is quantized. A split layer folds the shard's position on each
-        axis into a `Stochastic` key of the recipe. So no two shards round by the same numbers. A
-        `jax.shard_map` over axes that the layer does not know folds these in itself:
-        `recipe.fold_in(jax.lax.axis_index(...))`.
+        the windows "row" and "shard" in wgrad, so `MXFP8_ROWS`; take `MXFP8_WINDOWS`. The router's
+        weight multiplies the operand of w_down's product before this is quantized. A split layer
+        folds the shard's position on each axis into a `Stochastic` key of the recipe. So no two
+        shards round by the same numbers. A `jax.shard_map` over axes that the layer does not know
+        folds these in itself: `recipe.fold_in(jax.lax.axis_index(...))`.
       residuals: the form of gate and up that the backward pass keeps: "mx", MXFP8; "floats", as
         they are; "inputs", nothing. For "inputs" it computes the first product again from the
         quantized tokens. None: "mx" where the recipe quantizes the forward product, else "floats".
@@ -142,7 +145,8 @@ def moe(
 
     Raises:
       TypeError: an operand or argument is of the wrong type.
-      ValueError: shapes that do not fit, lengths that 32 does not divide, an unknown name.
+      ValueError: shapes that do not fit, lengths that 32 or a transform's size does not divide, a
+        window that experts do not take, an unknown name.
       NotImplementedError: the named implementation does not serve a product.
     """
     op = "moe"

@@ -2,7 +2,7 @@
 
 Checkpoints keep arrays by name. The key path of an MXArray's scales names all its static fields
 (metadata.py). Orbax therefore refuses to restore it into a target of another format, axis or
-layout.
+layout. published.py reads what other libraries write.
 """
 
 import importlib.abc

@@ -175,15 +175,16 @@ def load_checkpoint(
 
     The folder has config.json, whose `quantization_config` says how weights are kept, and
     .safetensors files with or without an index. It may be of compressed-tensors (MXFP4, MXFP8),
-    ModelOpt (MXFP8), Quark (both), gpt-oss, or DeepSeek, where scales are powers of two; or
-    `save_safetensors` wrote it. Codes stay as they are: nothing is quantized. Each process reads
-    the codes that its devices hold, and scales in floats whole, a tensor at a time.
+    ModelOpt (MXFP8), Quark (both), SGLang (MXFP8), gpt-oss, or DeepSeek, where scales are powers
+    of two; or `save_safetensors` wrote it. Codes stay as they are: nothing is quantized. Each
+    process reads the codes that its devices hold, and scales in floats whole, a tensor at a time.
 
     Args:
       folder: of the model, or a .safetensors file or an index in it, beside its config.json.
-      join: names of parts of a layer that become one array, one behind the other along outputs,
-        by the name that this gets: one product instead of several. Biases, too. A later part whose
-        layer lacks the first one stays by itself, and a warning says so.
+      join: a mapping from the name of a joined array to the names of the parts of a layer that it
+        holds, one behind the other along outputs: one product instead of several. Biases are joined
+        like weights. A later part whose layer lacks the first one stays by itself, and a warning
+        says so.
       like: the expected arrays by name, as `load_safetensors` takes them: arrays are placed so. Or
         a function of a name and a shape that gives a sharding or None. Blocks stay whole.
       progress: whether to say how far reading is: a bar on a terminal, else lines on stderr. None:
@@ -192,8 +193,9 @@ def load_checkpoint(
     Returns:
       By name: an `MXArray` (outputs, inputs), blocks along inputs, in the place of each pair, with
       the name of its floats, such as "model.layers.0.mlp.up_proj.weight"; other tensors as arrays.
-      Experts "experts.0.", "experts.1." ... that are alike become one array (experts, outputs,
-      inputs), "experts.", as `moe` takes them.
+      Tiles with one scale, as DeepSeek has them, become square blocks, where these fit; otherwise
+      each row has the tile's scale. Experts "experts.0.", "experts.1." ... that are alike become
+      one array (experts, outputs, inputs), "experts.", as `moe` takes them.
 
     Raises:
       ModuleNotFoundError: safetensors is not installed.

@@ -93,7 +93,8 @@ def rms_norm(
 
     Raises:
       TypeError: another dtype, or an argument of the wrong type.
-      ValueError: shapes that do not fit, an eps that is negative or no number.
+      ValueError: shapes that do not fit, an eps that is negative or not finite, or floats=False in
+        a call that has no other result.
     """
     op = "rms_norm"
     x = array_of(op, "x", x)
@@ -113,6 +114,8 @@ def rms_norm(
     eps = eps_of(op, eps)
     quantizer = quantizer_of(op, format, both, options)
     wanted = format is None if floats is None else flag(op, "floats", floats)
+    if not wanted and quantizer is None and residual is None and not factors:
+        raise ValueError(f"{op}: floats=False leaves no result; drop floats, or give a format")
     by_rows = options.get("rows") is not None  # of the result, whose padding is zeros
     x, residual, weight = _whole(x, residual, weight)
     leaves, tree = jax.tree.flatten((x, residual, weight))

@@ -1,4 +1,7 @@
-"""`decide` picks the implementation of a contraction; lowering, explain and autotune ask it."""
+"""`decide` picks the implementation of a contraction, dense or over groups.
+
+Lowering, explain and autotune ask it.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

@@ -52,9 +52,10 @@ def gather_weight(
 ) -> QuantizedWeight:
     """Gathers a weight that devices hold in parts (FSDP), in MX, for products.
 
-    Each device quantizes its part, and codes and scales move as uint8. The program moves 33/32
-    bytes an element for each direction that it reads; bfloat16 moves 2. In square blocks
-    (`Recipe.block`, or a `weight_window` of (128, 128)) both directions are one array.
+    Each device quantizes its part, and codes and scales move as uint8. For each direction
+    that the program reads, MXFP8 moves 33/32 bytes an element, and MXFP4 17/32; bfloat16 moves 2.
+    In square blocks (`Recipe.block`, or a `weight_window` of (128, 128)) both directions are one
+    array.
 
     The gradient that reaches w is float, summed over the devices, and split as w is. In shard_map
     one reduce-scatter does this; elsewhere an all-reduce, which XLA turns into a reduce-scatter on
@@ -62,9 +63,10 @@ def gather_weight(
 
     Args:
       w: the weight's floats, of any rank from 2 on; in shard_map the device's part.
-      spec: the mesh axes that w is gathered from, one entry for each dimension. Other axes that
-        split w (tensor parallelism) stay: its type has them on explicit meshes, and XLA knows them
-        on auto ones. A PartitionSpec of the mesh that jax.set_mesh has set, or a NamedSharding.
+      spec: a PartitionSpec of the mesh that jax.set_mesh has set, or a NamedSharding: the mesh axes
+        that w is gathered from, one entry for each dimension. Other axes that split w (tensor
+        parallelism) stay: w's type has them on explicit meshes, and XLA knows them on automatic
+        ones.
       recipe: of the products that read it.
       contracting: the dimensions that products contract; see `Recipe.quantize_weight`.
       batch: its batch dimensions.
@@ -76,8 +78,9 @@ def gather_weight(
 
     Raises:
       TypeError: w is not an array of floats, or an argument is of the wrong type.
-      ValueError: there is no mesh, spec does not fit it or w, or a part cuts blocks or windows.
-        Products merge several dimensions into one, and another one than the first is split.
+      ValueError: there is no mesh, spec does not fit it or w, or parts are not equal or cut blocks,
+        windows or transforms. It also says so where products see several dimensions as one, and
+        spec splits another than the first of them.
     """
     grouped = not isinstance(batch, Sequence) or len(batch) > 0
     recipe = resolved_for_weights(OP, recipe, w, grouped)

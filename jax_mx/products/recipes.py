@@ -109,6 +109,11 @@ class Product(Value):
         time and gives fewer bits, see [training](training.md#fast-accumulation). Without, float32
         sums take over every 128 or 256 elements. It concerns dense products of E4M3 codes in
         windows "row"; all others stay as they are.
+
+    Raises:
+      TypeError: a field is of the wrong type.
+      ValueError: format or window is unknown, such as a window of (128, 128), which is of weights
+        alone; "bf16" or "floats" comes with another field; or rounding has a prescale.
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
@@ -159,35 +164,43 @@ class Recipe(Value):
     quantized from its floats, except for tokens that `moe` moved as codes. A frozen value and a
     pytree: its keys and signs are data, all else is static. Recipes are equal if their static parts
     are equal and their keys and signs are the same arrays. So a recipe may be a static argument of
-    `jax.jit`. These have names:
+    `jax.jit`. A recipe with a new key then compiles again; as an argument that is not static it
+    does not. These have names:
 
     - `MXFP8`: E4M3 everywhere, scales rounded up.
-    - `MXFP8_ROWS`: the same for Hopper's FP8 tensor cores, whose sums want one scale. Elements of a
+    - `MXFP8_ROWS`: `MXFP8` for Hopper's FP8 tensor cores, whose sums want one scale. Elements of a
       row share an amax, in wgrad the rows that a device holds.
-    - `MXFP8_FAST`: the same, and tensor cores add up all of the forward product's sums.
-    - `MXFP8_WINDOWS`: for experts there, whose rows are a group's: 256 elements share an amax.
+    - `MXFP8_FAST`: `MXFP8_ROWS`, and tensor cores add up all of the forward product's sums.
+    - `MXFP8_WINDOWS`: `MXFP8` for experts on Hopper, whose rows are a group's: 256 elements share
+      an amax.
     - `MXFP8_HYBRID`: E5M2 for gradients, E4M3 for the rest.
     - `MXFP4`: MXFP4 in all three products, with a Hadamard transform of 16 elements in wgrad.
     - `BF16`: nothing is quantized; operands are rounded to bfloat16.
 
     Attributes:
-      lhs: format of the activations.
-      rhs: of the weights.
-      gradient: of y's gradient.
-      scaling: the rule from amaxes to scales.
+      lhs: format of the activations, a `Format` or its name, see `quantize`.
+      rhs: format of the weights.
+      gradient: format of y's gradient.
+      scaling: the rule from amaxes to scales, a `Scaling` or its name.
       block: of rhs: 32, or (32, 32), where one quantized copy serves forward and dgrad.
       window: the number of elements along the contracted axis that share an amax: 32, 128, 256 or
         "row", see `quantize`. A product may name another one. FP8 tensor cores multiply arrays of
         windows wider than 32.
       weight_window: the window of rhs in all products, instead of `window`; also (128, 128), which
-        makes square blocks. None: the same as the others.
+        makes square blocks. None: `window`, or a product's own.
       forward: a `Product` that says how the forward product differs, or None. "bf16" or a format
         stands for `Product(format=...)`.
-      dgrad: the same for dgrad.
-      wgrad: the same for wgrad.
+      dgrad: a `Product` that says how dgrad differs, or what stands for it.
+      wgrad: a `Product` that says how wgrad differs, or what stands for it.
       chosen: the name and the chips of a recipe that "auto" became; else None.
       weight: the operand of `dot_general`, `matmul` and `einsum` that is the weight, "lhs" or
         "rhs". The fields above call it rhs in either case. `Recipe.auto` says it of "auto".
+
+    Raises:
+      TypeError: a field is of the wrong type.
+      ValueError: a name or a window is unknown; `window` is (128, 128); forward has a rounding;
+        "floats" is not of all three products; "shard" is a window of forward or dgrad; or forward
+        or dgrad has a Hadamard transform beside square blocks.
     """
 
     lhs: Format | str = dataclasses.field(default=MXFP8_E4M3, metadata={"static": True})

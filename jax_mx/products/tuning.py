@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import numbers
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -147,7 +148,8 @@ def autotune(
             f"{op}: this is a trace, in which nothing can be measured; call it outside of jit, "
             "grad, vmap and the like, and use what it returns around them"
         )
-    if not isinstance(seconds, int | float) or not seconds > 0:
+    is_number = isinstance(seconds, numbers.Real) and not isinstance(seconds, bool)
+    if not is_number or not seconds > 0:
         raise ValueError(f"{op}: seconds must be a number above 0, got {shown(seconds)}")
     try:
         limit = whole(candidates)
@@ -159,7 +161,7 @@ def autotune(
     target = place_of(args)
 
     def measure() -> str:
-        entries = entries_of(calls, target, time.monotonic() + seconds, limit, progress)
+        entries = entries_of(calls, target, time.monotonic() + float(seconds), limit, progress)
         return choices.to_text(Choice.of(entries, notes))
 
     return choices.from_text(from_process_0(measure))
@@ -302,10 +304,10 @@ class Explanation:
 def explain(
     f: Callable[..., Any], *args: Any, device: jax.Device | str | None = None
 ) -> Explanation:
-    """Says which implementation serves each product in f, why, and how much the others cost.
+    """Says which implementation serves each product in f, why, and what candidates cost.
 
-    Nothing is measured and nothing runs: the costs come from the context's `Choice`, the file of
-    JAX_MX_TUNING or the package's table.
+    Nothing is measured and nothing runs. Costs are known for products that the context's `Choice`,
+    the file of JAX_MX_TUNING or the package's table has; others have none.
 
     Args:
       f: a function; `jax.grad(loss)` has the gradients' products too.

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mx.formats.checks import shown, whole
+from jax_mx.formats.arrangements import check_contracted
+from jax_mx.formats.checks import float_dtype, shown, whole
 from jax_mx.formats.formats import BLOCK
 from jax_mx.products.auto import resolved_for_weights
 from jax_mx.products.operand import QuantizedWeight
@@ -31,10 +32,10 @@ def quantize_weights(
     Call the function outside of `jax.checkpoint` and of loops over microbatches. Floats are read
     once, as they are: float32 masters need no copy in bfloat16. Products take a `QuantizedWeight`
     with activations of any float type, and give results of that type. Gradients reach the floats,
-    in their dtype, as `Recipe.quantize_weight` says. Codes and scales of both directions take 2.1
-    bytes an element in MXFP8, or 1.03 in square blocks (not on Blackwell, whose products read two
-    arrays), until the step ends. On a mesh they are
-    split as the floats are; in each pass devices gather the codes of its direction.
+    in their dtype, as `Recipe.quantize_weight` says. Until the step ends, codes and scales of
+    both directions take 2.1 bytes an element in MXFP8. In square blocks they take 1.03, except on
+    Blackwell, whose products read two arrays. On a mesh codes are split as the floats are; in each
+    pass devices gather the codes of its direction.
 
     Args:
       tree: a pytree of parameters.
@@ -49,7 +50,10 @@ def quantize_weights(
       arrays with more axes, whose contracted axes `Recipe.quantize_weight` takes.
 
     Raises:
-      TypeError, ValueError: the recipe is invalid, or stacked is not a number of axes.
+      TypeError: the recipe or stacked is of the wrong type, or a matrix has floats of another dtype
+        than `quantize` takes.
+      ValueError: the recipe is unknown, stacked is negative, or the size of the recipe's Hadamard
+        transform does not divide a matrix's K.
     """
     try:
         axes = whole(stacked)
@@ -61,7 +65,11 @@ def quantize_weights(
     def quantized(path: tuple, leaf: Any) -> Any:
         if not _is_weight(leaf, axes) or not (select is None or select(path, leaf)):
             return leaf
-        quantize = resolved_for_weights(OP, recipe, leaf).quantize_weight
+        name = f"the leaf {jax.tree_util.keystr(path)}"
+        float_dtype(OP, name, leaf.dtype)
+        known = resolved_for_weights(OP, recipe, leaf)
+        check_contracted(f"{OP}: {name}", leaf.shape, (-2,), known.units.forward)
+        quantize = known.quantize_weight
         for _ in range(axes):
             quantize = jax.vmap(quantize)
         return quantize(leaf)

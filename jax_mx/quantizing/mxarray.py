@@ -24,6 +24,8 @@ from jax_mx.formats.checks import (
     blocks_in,
     has_elements,
     held,
+    one_of,
+    shown,
     values_fit,
 )
 from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, SCALE_DTYPE, Format, named
@@ -439,13 +441,13 @@ class MXArray:
           scale_layout: of the result.
 
         Returns:
-          An `MXArray` that dequantizes to the same floats. Its values (..., M, K) are the same, and
-          each scale occurs 32 times: (..., M, K / 32) or (..., M / 32, K) if row-major. Codes of
-          MXFP4 are packed along `axis`. Values keep their layout for axis -1, and are row-major for
-          -2.
+          An `MXArray` that dequantizes to the same floats. Its elements (..., M, K) are the same,
+          and each scale occurs 32 times: (..., M, K / 32) or (..., M / 32, K) if row-major. MXFP4's
+          codes are packed along `axis`, anew for -2. Values keep their layout for axis -1, and are
+          row-major for -2.
 
         Raises:
-          TypeError: scale_layout is of the wrong type.
+          TypeError: axis or scale_layout is of the wrong type.
           ValueError: blocks are not square, another axis, an unknown layout.
         """
         layout = named("expand: scale_layout", SCALE_LAYOUTS, scale_layout)
@@ -454,8 +456,7 @@ class MXArray:
                 f"expand: blocks run along axis {self.axis} as it is; only square ones, of "
                 f"quantize(x, block=({BLOCK}, {BLOCK})), expand"
             )
-        if not isinstance(axis, int) or axis not in (-1, -2):
-            raise ValueError(f"expand: axis must be -1 or -2, got {axis!r}")
+        axis = one_of(f"expand: axis must be -1 or -2, got {shown(axis)}", axis, (-1, -2))
         values_in = self.value_layout if axis == -1 else ROW_MAJOR_VALUES
         values, scales = self.with_values_in(values_in).values, self.scales
         if axis == -2 and self.format.codes_per_byte > 1:

@@ -112,13 +112,15 @@ def quantize_both(
     activation: Gated | None = None,
     implementation: str | None = None,
 ) -> tuple[MXArray, MXArray]:
-    """Quantizes along the last axis and along the one before it, from one read of x.
+    """Quantizes along the last axis and along the one before it.
 
     Training needs both of each operand: one direction for the forward product, the other for the
-    backward one. Two calls of `quantize` give the same bytes.
+    backward one. Where one kernel makes both, x is read once. Two calls of `quantize` give the same
+    bytes.
 
     Args:
-      x: (..., M, K), 32 divides both; otherwise as for `quantize`.
+      x: (..., M, K). 32 divides K, and M or, with `rows`, their number; otherwise as for
+        `quantize`.
       format: of both results.
       formats: one for each result instead (say e4m3 forward, e5m2 backward). One kernel makes both
         if they are equal, or MXFP8's two. From bfloat16, in windows of 32, without `rows` or
@@ -130,8 +132,9 @@ def quantize_both(
         first is never transposed.
       zero_scale: see `quantize`.
       value_layouts: of each, see `quantize`.
-      rounding: see `quantize`; a pair, or one for both. Its key is split in two: `quantize` with
-        the keys `jax.random.split(key)` gives the same results.
+      rounding: see `quantize`; a pair, or one for both. The key of one for both is split in
+        two: `quantize` with the keys `jax.random.split(key)` gives the same results. The keys of a
+        pair stay as they are.
       hadamard: see `quantize`; a pair, or one for both, along the axis of each result.
       window: of both, each along its own axis: 32, 128, 256 or "row", see `quantize`. For (128,
         128) use `quantize`.
@@ -140,10 +143,12 @@ def quantize_both(
       implementation: see `quantize`.
 
     Returns:
-      `quantize(x, axis=-1)` and `quantize(x, axis=-2, transpose=transpose[1])`.
+      Two `MXArray`s, as `quantize(x, axis=-1)` and `quantize(x, axis=-2, transpose=transpose[1])`
+      return them. The first has the shape (..., M, K), the second (..., K, M), or (..., M, K)
+      without transpose. `rows` and `activation` change M and K, as for `quantize`.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as for `quantize`.
+      TypeError, ValueError, NotImplementedError, ShardingTypeError: as for `quantize`.
     """
     options = pairs("quantize_both", rounding, hadamard)
     asked = Options(
