@@ -51,7 +51,7 @@ def test_square_arrays_under_transformations():
     for turn in (False, True):
         back = jax.vmap(lambda q, turn=turn: q.dequantize(transpose=turn))(want)
         assert_bits_equal(back, want.dequantize(transpose=turn))
-    assert_same_array(jax.vmap(lambda q: q.expand(-2))(want), want.expand(-2))
+    assert_same_array(jax.vmap(lambda q: q.expand(-2))(want), want.expand(np.int64(-2)))
     # only one of two operands has the mapped dimension
     first = jax.tree.map(lambda a: a[0, 0], want)
     same = jax.vmap(

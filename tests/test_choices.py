@@ -196,7 +196,7 @@ def test_limits_of_candidates_and_seconds(monkeypatch):
     costs = dict(entry.costs)
     assert (costs["xla"], costs["scaled_dot"]) == (9.0, 7.0)  # the one by rule comes first
     assert costs["dequantize"] == "not measured: 2 candidates were asked for"
-    choice = quiet(*args, seconds=1e-9)
+    choice = quiet(*args, seconds=np.float32(1e-9))
     (entry,) = choice.entries
     assert entry.chosen is None
     assert dict(entry.costs)["xla"] == "not measured: the time was over"
@@ -892,6 +892,7 @@ def test_bad_calls_get_one_sentence():
         (lambda: explain(x), TypeError, "explain: f must be a function, got"),
         (lambda: autotune(matmul, x, w, seconds=0), ValueError, "seconds must be a number above 0"),
         (lambda: autotune(matmul, x, w, seconds="1"), ValueError, "seconds must be a number above"),
+        (lambda: autotune(matmul, x, w, seconds=True), ValueError, "seconds must be a number"),
         (lambda: autotune(matmul, x, w, candidates=0), ValueError, "candidates must be 1 or more"),
         (lambda: autotune(matmul, x, w, candidates=1.5), TypeError, "candidates must be an int"),
         (lambda: explain(matmul, x, w, device="h200"), ValueError, "'h200' is no chip's name"),

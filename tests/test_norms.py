@@ -151,6 +151,8 @@ def test_rows_are_those_of_the_result():
         assert got.factors.shape == (32,) and (got.floats is None) != floats
     alone = rms_norm(x, floats=False, factors=True)
     assert alone.floats is None and alone.factors.shape == (32,)
+    with pytest.raises(ValueError, match="rms_norm: floats=False leaves no result"):
+        rms_norm(x, floats=False)
 
 
 @pytest.mark.sampled(4)

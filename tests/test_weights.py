@@ -70,10 +70,21 @@ def test_matrices_are_quantized_and_others_stay():
 
 
 def test_bad_calls_get_one_sentence():
+    turned = Recipe(forward=jax_mx.Product(hadamard=jax_mx.Hadamard(64)))
     for call, error, sentence in (
         (lambda: quantize_weights({}, "mxfp9"), ValueError, "recipe 'mxfp9' is unknown"),
         (lambda: quantize_weights({}, stacked=1.5), TypeError, "stacked must be an int, got 1.5"),
         (lambda: quantize_weights({}, stacked=-1), ValueError, "stacked must be 0 or more, got -1"),
+        (
+            lambda: quantize_weights({"a": [np.ones((32, 2))]}, MXFP8),
+            TypeError,
+            "quantize_weights: the leaf ['a'][0] is float64, must be one of",
+        ),
+        (
+            lambda: quantize_weights([jnp.ones((2, 96, 8))], turned, stacked=1),
+            ValueError,
+            "quantize_weights: the leaf [0]: the contracted length is 96, not a multiple of",
+        ),
     ):
         assert_refused(call, error, sentence)
 

@@ -114,7 +114,7 @@ def rms_norm(
     eps = eps_of(op, eps)
     quantizer = quantizer_of(op, format, both, options)
     wanted = format is None if floats is None else flag(op, "floats", floats)
-    if not wanted and quantizer is None and residual is None and not factors:
+    if not wanted and quantizer is None and residual is None and not flag(op, "factors", factors):
         raise ValueError(f"{op}: floats=False leaves no result; drop floats, or give a format")
     by_rows = options.get("rows") is not None  # of the result, whose padding is zeros
     x, residual, weight = _whole(x, residual, weight)
