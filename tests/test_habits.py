@@ -288,12 +288,12 @@ SIZES, ONE = np.array([40, 24], np.int32), np.zeros((64, 1), np.int32)
 PATHS: dict[str, tuple[Callable[..., jax.Array], list[tuple[int, ...]], int, int]] = {
     "matmul": (jax_mx.matmul, [(64, 96), (96, 64)], 156, 39),
     "ragged_dot": (
-        lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 173, 49
+        lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 171, 47
     ),
-    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 341, 96),
+    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 330, 82),
     "moe": (
         lambda x, a, b: jax_mx.moe(x, ONE, np.ones((64, 1), np.float32), a, b),
-        [(64, 96), (2, 96, 128), (2, 64, 96)], 387, 122,
+        [(64, 96), (2, 96, 128), (2, 64, 96)], 368, 102,
     ),
 }  # fmt: skip
 

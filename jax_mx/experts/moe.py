@@ -46,7 +46,7 @@ from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, 
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized
 from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
-from jax_mx.products.sides import Side, Static, weight_forms
+from jax_mx.products.sides import Side, Static
 from jax_mx.quantizing import reference
 from jax_mx.quantizing.facts.activations import GATED
 from jax_mx.quantizing.mxarray import MXArray
@@ -325,10 +325,6 @@ class Slots(Moves):
         request, wanted = Moved if isinstance(rows, MXArray) else Unquantized, weight is not None
         return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **options)
 
-    def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
-        """See `Moves`."""
-        return weight_forms(w, quantized, recipe, dgrad)
-
     def forward(
         self, product: Static, operands: tuple[Any, Any], place: Any, last: bool
     ) -> Multiplication:
@@ -362,8 +358,6 @@ class Slots(Moves):
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""
-        if bias is None:
-            return y
         rows = reference.rows_of(bias, place.groups.experts).astype(jnp.float32)
         return (y.astype(jnp.float32) + rows).astype(product.dtype)
 

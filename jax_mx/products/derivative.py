@@ -36,7 +36,6 @@ from jax_mx.products.sides import (
     parts_of,
     side_of,
     values_of,
-    weight_forms,
 )
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.mxarray import FROZEN, MXArray
@@ -227,7 +226,7 @@ def _operands(
     if static.layout is None:
         # Slots that groups begin at hold lhs along rows: it is quantized by itself.
         x = Unquantized(lhs[0], recipe, name="lhs", wanted=(True, False))
-        return x, weight_forms(*rhs, recipe, dgrad)
+        return x, operand_for(None, *rhs, recipe, "rhs", (True, dgrad))
     sides = static.layout
     return (
         operand_for(sides.lhs, *lhs, recipe, "lhs", (True, wgrad)),

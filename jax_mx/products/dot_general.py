@@ -176,8 +176,7 @@ def multiplied(
     static = Static(op, layout, call.dtype, *shared, *options)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         static = static.unfollowed
-    if isinstance(rhs, jax.Array):
-        rhs = gathered_for(lhs, rhs, layout, recipe, out_sharding is not None)
+    rhs = gathered_for(lhs, rhs, layout, recipe, out_sharding is not None)
     # In shard_map an operand, or a key, may vary over an axis that the others do not. Where all of
     # them vary, JAX sums the gradients of those others over it.
     leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), None, recipe))

@@ -27,7 +27,7 @@ from jax_mx.formats.formats import MXFP8_E4M3
 from jax_mx.formats.sharding import is_explicit, spec_of
 from jax_mx.formats.windows import ROW, SHARD
 from jax_mx.products.multiply import Multiplication, Step
-from jax_mx.products.operand import Unquantized
+from jax_mx.products.operand import Unquantized, operand_for
 from jax_mx.products.recipes import Recipe
 from jax_mx.products.sides import MARK, Side, Static, once_derived, side_of, values_of
 from jax_mx.quantizing import derivatives
@@ -94,17 +94,17 @@ class Layer(NamedTuple):
 
     def sides(self, inputs: Inputs) -> Inputs:
         """The sides of all inputs."""
-        dense = self.second.layout is not None
-        side = side_of(self.first[0].arranged.lhs if dense else None, inputs.x)
+        layout = self.first[0].layout
+        side = side_of(None if layout is None else layout.lhs, inputs.x)
         firsts = tuple(
-            side_of(product.arranged.rhs if dense else None, w)
+            side_of(product.weight, w)
             for product, w in zip(self.first, inputs.w_first, strict=True)
         )
         return Inputs(
             side,
             side_of(None, inputs.weights),
             firsts,
-            side_of(self.second.arranged.rhs if dense else None, inputs.w_second),
+            side_of(self.second.weight, inputs.w_second),
             tuple(side_of(None, bias) for bias in inputs.b_first),
             side_of(None, inputs.b_second),
         )
@@ -162,10 +162,6 @@ class Moves(ABC):
           recipe: of the second product.
           weight: of its weight, or None where that is frozen.
         """
-
-    @abstractmethod
-    def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
-        """The forms of a weight; `dgrad`: also the one for the gradient of rows."""
 
     @abstractmethod
     def forward(
@@ -352,10 +348,12 @@ def _forward(
     moves, first = static.moves, static.first
     x, place = moves.enter(inputs, quantized, routing, recipes[0], keep)
     firsts = [
-        moves.weight(product, w, q, recipes[0], keep)
+        operand_for(product.weight, w, q, recipes[0], "rhs", (True, keep))
         for product, w, q in zip(first, inputs.w_first, quantized[0], strict=True)
     ]
-    second = moves.weight(static.second, inputs.w_second, quantized[1], recipes[1], keep)
+    w2 = inputs.w_second, quantized[1], recipes[1]
+    second = operand_for(static.second.weight, *w2, "rhs", (True, keep))
+    sizes, scale = (None, None) if place is None else (place.groups.sizes, place.scale)
     again = keep and static.residuals == "inputs"
     wanted = (True, keep and any(w is not None for w in inputs.w_first))
     rows = moves.operand(first[0], x, place, recipes[0], wanted)
@@ -366,12 +364,12 @@ def _forward(
     step = Step(
         tuple(p._replace(rhs=(i, 0)) for i, p in zip(weights, products, strict=True)), forms
     )
-    gate_up, (rows_kept, *kept) = step((rows, *firsts), sizes_of(place))
+    gate_up, (rows_kept, *kept) = step((rows, *firsts), sizes)
     gate_up = biased(static, gate_up, inputs.b_first, place)
     wanted = (True, keep and inputs.w_second is not None and moves.keeps_activation)
-    act = static.requests(gate_up, scale_of(place), recipes[1], wanted)
+    act = static.requests(gate_up, scale, recipes[1], wanted)
     step = Step((moves.forward(static.second, (act, second), place, True),), ((0, 1), (1, 1)))
-    (y,), (act_kept, second_free) = step((act, second), sizes_of(place))
+    (y,), (act_kept, second_free) = step((act, second), sizes)
     y, extras = moves.leave(static.second, y, inputs, routing, place)
     if not keep:
         return y, None
@@ -396,17 +394,10 @@ def _forward(
 def biased(static: Layer, gate_up: Any, biases: tuple[Any, ...], place: Any) -> GateUp:
     """The first products and their biases."""
     parts = zip(static.first, gate_up, biases, strict=True)
-    return tuple(static.moves.biased(product, y, bias, place) for product, y, bias in parts)
-
-
-def sizes_of(place: Any) -> Any:
-    """The sizes of groups; None where there are none."""
-    return None if place is None else place.groups.sizes
-
-
-def scale_of(place: Any) -> Any:
-    """The scale of each row between both products, or None."""
-    return None if place is None else place.scale
+    return tuple(
+        y if bias is None else static.moves.biased(product, y, bias, place)
+        for product, y, bias in parts
+    )
 
 
 def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple:
@@ -433,19 +424,20 @@ def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple
 def _backward(static: Layer, kept: Kept, dy: jax.Array) -> Inputs:
     """The gradients by what one pass kept."""
     moves, sides, place = static.moves, kept.sides, kept.place
+    sizes, scale = (None, None) if place is None else (place.groups.sizes, place.scale)
     second, w2 = kept.recipes[1], sides.w_second
     gradient = moves.gradient(static.second, dy, place, second, w2)
     gate_up = _again(static, kept)
     act = kept.act
     if w2 is not None and not moves.keeps_activation:
-        _, act = static.requests(gate_up, scale_of(place), second, (False, True)).forms()
+        _, act = static.requests(gate_up, scale, second, (False, True)).forms()
     # The gradient of the result: by w_second^T, and along rows for that of w_second.
     hidden, numbers = static.hidden(gate_up), ((0, 0), (2, 0))
     products = [moves.dgrad(static.second, *numbers, hidden, place, (1, 0))]
     if w2 is not None:
         products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place, (2, 0)))
     operands = (gradient, (act,), (kept.w_second,))
-    (dact, *dw2), _ = Step(tuple(products))(operands, sizes_of(place))
+    (dact, *dw2), _ = Step(tuple(products))(operands, sizes)
     dx, dw1, sums = _through_first(static, kept, gate_up, dact)
     back = Back(dy, gate_up, dact, dx, dw1, next(iter(dw2), None), sums)
     return moves.gradients(static, kept, back)
@@ -467,7 +459,7 @@ def _through_first(
     fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
     step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))
     operands = (*gradients, (kept.rows,), *((free,) for _, free in kept.w_first))
-    results, sums = step(operands, sizes_of(place))
+    results, sums = step(operands, None if place is None else place.groups.sizes)
     dw = dict(zip(wgrads, results, strict=False))
     dx = functools.reduce(jnp.add, results[len(wgrads) :])
     rows = {i: gradients[i].x.astype(jnp.float32) for i in summed} | dict(
@@ -478,7 +470,7 @@ def _through_first(
 
 def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -> list[Unquantized]:
     """The operands of the gradients of gates and ups, by the argument of the activation."""
-    gated = static.gated(gate_up, scale_of(kept.place))
+    gated = static.gated(gate_up, None if kept.place is None else kept.place.scale)
     recipe, ws, known = kept.recipes[0], kept.sides.w_first, None
     if len(gate_up) > 1:
         arguments = static.op, gate_up[0], gated, dact
@@ -509,7 +501,8 @@ def _again(static: Layer, kept: Kept) -> GateUp:
         static.moves.forward(product, (operands[0], w), kept.place, False)._replace(rhs=(i, 0))
         for i, (product, w) in enumerate(zip(static.first, operands[1:], strict=True), 1)
     ]
-    gate_up, _ = Step(tuple(products))(operands, sizes_of(kept.place))
+    sizes = None if kept.place is None else kept.place.groups.sizes
+    gate_up, _ = Step(tuple(products))(operands, sizes)
     return biased(static, gate_up, kept.biases, kept.place)
 
 

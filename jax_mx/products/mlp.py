@@ -29,7 +29,7 @@ from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
 from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
 from jax_mx.products.multiply import Multiplication
-from jax_mx.products.operand import QuantizedWeight, Unquantized, operand_for
+from jax_mx.products.operand import QuantizedWeight, Unquantized
 from jax_mx.products.recipes import (
     AUTO,
     PRODUCTS,
@@ -139,8 +139,10 @@ def mlp(
     b2 = bias_of(op, "b_down", b_down, (second.rhs.free[0],))
     residuals = residuals_of(op, residuals, recipe, _plain_residuals(pair, recipe))
     implementation = implementation_of(op, named("dot_general"), implementation)
-    first = [_gathered(x, w, layout) for w, layout in zip(first, layouts, strict=True)]
-    w2 = _gathered(x, w2, second)
+    first = [
+        gathered_for(x, w, layout, None, True) for w, layout in zip(first, layouts, strict=True)
+    ]
+    w2 = gathered_for(x, w2, second, None, True)
     check_out_sharding(op, out_sharding)
     if out_sharding is None and is_explicit(jax.typeof(x).sharding.mesh):
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
@@ -247,11 +249,6 @@ def _biases(op: str, names: tuple[str, ...], biases: Any, columns: int) -> tuple
     return tuple(bias_of(op, f"b_gate_up[{i}]", b, (columns,)) for i, b in enumerate(biases))
 
 
-def _gathered(x: Any, w: Any, layout: Arrangements) -> Any:
-    """Floats of a weight, gathered over mesh axes that also split rows of x."""
-    return gathered_for(x, w, layout, None, True) if isinstance(w, jax.Array) else w
-
-
 def _plain_residuals(pair: bool, recipe: Recipe) -> str:
     """The default form in which gate and up are kept, "mx" where it costs no time.
 
@@ -300,7 +297,8 @@ def _layout(
     layout = arrangements_of(
         op, jax.ShapeDtypeStruct(lhs, dtype), w, numbers, recipe.units, keep_rows
     )
-    check_quantized(op, name, w, layout.rhs)
+    if isinstance(w, MXArray | QuantizedWeight):
+        check_quantized(op, name, w, layout.rhs)
     if isinstance(w, MXArray):
         layout = Arrangements(layout.lhs, layout.rhs._replace(unit=1))
     return layout
@@ -340,10 +338,6 @@ class InPlace(Moves):
         options |= {"name": "gradient", "pads": layout.gradient_pads}
         dy = layout.gradient(gathered_once(layout, dy, None, weight))
         return Unquantized(dy, recipe, **options)
-
-    def weight(self, product: Static, w: Any, quantized: Any, recipe: Recipe, dgrad: bool) -> Any:
-        """See `Moves`."""
-        return operand_for(product.arranged.rhs, w, quantized, recipe, "rhs", (True, dgrad))
 
     def forward(
         self, product: Static, operands: tuple[Any, Any], place: Any, last: bool

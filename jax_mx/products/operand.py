@@ -516,12 +516,17 @@ def _in_floats(x: Any) -> Any:
 
 
 def operand_for(
-    side: Arrangement, x: Any, quantized: Any, recipe: Any, name: str, wanted: tuple[bool, bool]
+    side: Arrangement | None,
+    x: Any,
+    quantized: Any,
+    recipe: Any,
+    name: str,
+    wanted: tuple[bool, bool],
 ) -> Any:
-    """An operand of a dense product: its floats as they are to be quantized, or its forms.
+    """An operand of a product: its floats as they are to be quantized, or its forms.
 
     Args:
-      side: how it is arranged.
+      side: how it is arranged; None for a weight of groups, (G, K, N), or frozen (G, N, K), too.
       x: floats, or None.
       quantized: an `MXArray`, both forms, or None.
       recipe: of floats.
@@ -529,10 +534,15 @@ def operand_for(
       wanted: whether each of both forms is needed.
     """
     if isinstance(quantized, MXArray):
-        form = ProductOperand(_arranged_mx(side, quantized), side.axis)
-        return form, dataclasses.replace(form, axis=-3 - side.axis)
+        if side is not None:
+            array, axis = _arranged_mx(side, quantized), side.axis
+        else:
+            array, axis = quantized, quantized.axis if len(quantized.block) == 1 else -2
+        return ProductOperand(array, axis), ProductOperand(array, -3 - axis)
     if quantized is not None:
         return quantized
+    if side is None:
+        return Unquantized(x, recipe, name=name, axis=-2, wanted=wanted).forms()
     return Unquantized.of(side, x, recipe, name, wanted)
 
 

@@ -15,7 +15,7 @@ from jax_mx.formats.arrangements import Arrangement, Arrangements
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
 from jax_mx.products.multiply import Multiplication
-from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
+from jax_mx.products.operand import QuantizedWeight
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.mxarray import FROZEN, MXArray
 
@@ -111,26 +111,7 @@ def keeps_rows(rhs: Any, recipe: Any) -> bool:
     return recipe.blocks("rhs").square
 
 
-def weight_forms(floats: Any, quantized: Any, recipe: Any, dgrad: bool) -> Any:
-    """The forms of a weight of groups: for the forward product, for the gradient of lhs.
-
-    Args:
-      floats: (G, K, N), or None.
-      quantized: a frozen `MXArray`, (G, K, N) or (G, N, K); or both forms; or None.
-      recipe: of floats.
-      dgrad: whether the second one is wanted.
-    """
-    if isinstance(quantized, MXArray):
-        at = quantized.axis if len(quantized.block) == 1 else -2
-        return ProductOperand(quantized, at), ProductOperand(quantized, -3 - at)
-    if quantized is not None:
-        return quantized
-    return Unquantized(floats, recipe, name="rhs", axis=-2, wanted=(True, dgrad)).forms()
-
-
-def gathered_for(
-    lhs: Any, rhs: jax.Array, layout: Arrangements, recipe: Any, placed: bool
-) -> jax.Array:
+def gathered_for(lhs: Any, rhs: Any, layout: Arrangements, recipe: Any, placed: bool) -> Any:
     """The weights, gathered over each mesh axis that also splits rows of lhs: FSDP.
 
     One gather of floats replaces a gather for each direction. Where products read codes of both,
@@ -138,13 +119,15 @@ def gathered_for(
 
     Args:
       lhs: the activations.
-      rhs: the weights.
+      rhs: the weights; what is quantized already stays as it is.
       layout: of the product.
       recipe: of the weights; None: they are gathered as floats.
       placed: whether the caller says how the result is split. Otherwise `jax.lax.dot_general`
         refuses such splits of columns, and the product keeps them.
     """
-    mesh = jax.typeof(rhs).sharding.mesh
+    if not isinstance(rhs, jax.Array):
+        return rhs
+    mesh: Any = jax.typeof(rhs).sharding.mesh
     if not is_explicit(mesh):
         return rhs
     uses = [] if recipe is None or mesh.manual_axes else recipe.uses("rhs")
@@ -213,6 +196,11 @@ class Static(NamedTuple):
         if self.implementation is not None:
             shared["caller"] = self.op
         return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **options)
+
+    @property
+    def weight(self) -> Arrangement | None:
+        """How rhs is arranged; None for a product over groups."""
+        return None if self.layout is None else self.layout.rhs
 
     @property
     def arranged(self) -> Arrangements:
