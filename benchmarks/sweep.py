@@ -63,7 +63,8 @@ TILES = {
     "wgrad_fp8.Windows": ("matmul_fp8", "Fp8Stages"),
     "wgrad.Transposed": ("wgrad", "Tile"),
 }
-LEAST = {"Rings": 2}  # stages: with fewer a stage would be written while it is read
+# Stages: with fewer one would be written while it is read, or none given back.
+LEAST = {"Rings": 2, "Fp8Stages": 2, "Tile": 2}
 # Products' tiles have too many fields for all combinations: each is changed alone, to these values.
 VALUES: Mapping[str, Sequence[Any]] = {
     "resident": (1, 2, 3),

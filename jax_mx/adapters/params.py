@@ -12,7 +12,6 @@ from jax_mx.formats.checks import shown
 from jax_mx.launch.private import ShardingTypeError
 from jax_mx.products.auto import resolved_for_weights
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.recipes import check_frozen
 from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.quantizing.quantize import quantize
 
@@ -50,7 +49,7 @@ def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
     compiled, left = rules_of(OP, rules), Left(OP)
 
     def quantized(path: Any, leaf: Any) -> Any:
-        if not is_float(leaf) or leaf.ndim < 2:
+        if is_quantized(leaf) or not is_float(leaf) or leaf.ndim < 2:
             return leaf
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         chosen = (recipe for pattern, recipe in compiled.items() if pattern.fullmatch(name))
@@ -61,7 +60,11 @@ def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
         use, rule = recipe.uses("rhs")[0], recipe.blocks("rhs")
         if use.format is None:
             return leaf
-        check_frozen(OP, name, recipe)
+        if use.hadamard is not None:
+            raise ValueError(
+                f"{OP}: the recipe of {name!r} rotates what it is multiplied with, and a frozen "
+                "array does not say so; take a recipe whose forward has no hadamard"
+            )
         try:
             return _quantize(
                 leaf,

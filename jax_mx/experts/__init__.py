@@ -1,1 +1,1 @@
-"""Mixtures of experts: the layer, how tokens move between devices, published checkpoints."""
+"""Mixtures of experts: the layer, and how tokens move between devices."""

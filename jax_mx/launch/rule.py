@@ -1,6 +1,6 @@
 """The launch rule: the facts of a kernel for a launch, and their form in a call.
 
-This is the one place for the words that kernels are written with (`kernels/`), that the manifest
+This is the one place for the words that kernels are written with, that the manifest
 keeps as JSON and that the custom call takes as attributes. The header comment of `ffi/launch.cc`
 says what each of them does; this module says how they are written down. Needs no JAX.
 

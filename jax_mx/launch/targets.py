@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -118,8 +119,8 @@ def platform_of(chip: str) -> str:
     Raises:
       ValueError: no chip is called that.
     """
-    for prefix, platform in (("sm_", "cuda"), ("gfx", "rocm")):
-        if chip.startswith(prefix):
+    for pattern, platform in ((r"sm_\d{2,3}", "cuda"), (r"gfx[0-9a-f]{3,4}", "rocm")):
+        if re.fullmatch(pattern, chip):
             return platform
     if chip not in ("cpu", "tpu"):
         known = ", ".join(c for dsl in chip_table.ARCHS for c in chip_table.chips_of(dsl))

@@ -22,7 +22,8 @@ def can_multiply(
         can, why_not = jax_mx.can_multiply(x, w, "bsd,df->bsf")
 
     `dot_general`, `einsum` and `ragged_dot` refuse the same operands, in these words; with
-    `fallback="floats"` they multiply them as floats. A named implementation may take fewer.
+    `fallback="floats"` they multiply them as floats. A named implementation may take fewer. How
+    operands lie on a mesh with explicit axes is not looked at: JAX may refuse it.
 
     Args:
       lhs: an array, an `MXArray`, or `jax.ShapeDtypeStruct`.

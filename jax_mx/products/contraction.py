@@ -170,8 +170,8 @@ class Contraction:
                 for dims in numbers.dimensions
             )
             parts = [f"contracts {contracted}", *([f"batch {batch}"] if batch else [])]
-        exact = ["highest precision"] if numbers.exact else []
-        return ", ".join([*parts, f"to {numbers.dtype.name}", *exact])
+        sums = ["highest precision"] * numbers.exact + ["fast sums"] * numbers.fast
+        return ", ".join([*parts, f"to {numbers.dtype.name}", *sums])
 
     @property
     def in_a_shard(self) -> Contraction:

@@ -107,7 +107,8 @@ class Product(Value):
         [training](training.md#windows-on-hopper).
       fast_accumulation: whether FP8 tensor cores on Hopper may add up all of a sum. That takes less
         time and gives fewer bits, see [training](training.md#fast-accumulation). Without, float32
-        sums take over every 128 or 256 elements.
+        sums take over every 128 or 256 elements. It concerns dense products of E4M3 codes in
+        windows "row"; all others stay as they are.
     """
 
     format: Format | str | None = dataclasses.field(default=None, metadata={"static": True})
@@ -132,7 +133,8 @@ class Product(Value):
             object.__setattr__(self, "format", format)
         if self.window is not None:
             object.__setattr__(self, "window", _along_one_axis("Product", self.window, SHARD))
-        flag("Product", "fast_accumulation", self.fast_accumulation)
+        fast = flag("Product", "fast_accumulation", self.fast_accumulation)
+        object.__setattr__(self, "fast_accumulation", fast)  # no NumPy scalar
         for name in ("hadamard", "rounding", "window", "fast_accumulation"):
             if self.format in _PLAIN and getattr(self, name) not in (None, False):
                 raise ValueError(
@@ -442,7 +444,7 @@ def recipe_beside(op: str, name: str, w: Any, recipe: Recipe) -> Recipe:
     """
     if not isinstance(w, QuantizedWeight):
         return recipe
-    if jax.tree.structure(w.recipe) != jax.tree.structure(recipe):
+    if jax.tree.structure(_of_codes(w.recipe)) != jax.tree.structure(_of_codes(recipe)):
         raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
     turned = {
         product: dataclasses.replace(
@@ -451,6 +453,15 @@ def recipe_beside(op: str, name: str, w: Any, recipe: Recipe) -> Recipe:
         for product in _USES["rhs"]
     }
     return dataclasses.replace(recipe, **turned)
+
+
+def _of_codes(recipe: Recipe) -> Recipe:
+    """The part of a recipe that codes follow from: not how tensor cores add up."""
+    products = {
+        name: dataclasses.replace(getattr(recipe, name), fast_accumulation=False)
+        for name in PRODUCTS
+    }
+    return dataclasses.replace(recipe, **products)
 
 
 def dimensions(
