@@ -1,4 +1,4 @@
-"""What the primitives of multiply.py are lowered to: decide, then quantize, then multiply."""
+"""Lowering rules of the primitives of multiply.py: decide, then quantize, then multiply."""
 
 from collections.abc import Sequence
 from typing import Any
