@@ -36,16 +36,16 @@ from jax_mx.products.arguments import (
     warn_of_fixed_keys,
     weight_of,
 )
-from jax_mx.products.auto import grouped_recipe
+from jax_mx.products.auto import grouped_recipe, recipe_beside
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.derivative import align_of
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.groups import Groups, integers
 from jax_mx.products.implementations import named
-from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
+from jax_mx.products.layer import Back, FormNumbers, Inputs, Kept, Layer, Moves, Recipes, layer
 from jax_mx.products.multiply import Multiplication
-from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized
-from jax_mx.products.recipes import AUTO, Recipe, recipe_beside
+from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized, weight_forms
+from jax_mx.products.recipes import AUTO, Recipe
 from jax_mx.products.sides import Side, Static
 from jax_mx.quantizing import reference
 from jax_mx.quantizing.facts.activations import GATED
@@ -151,13 +151,13 @@ def moe(
     w_gate_up = array_or_quantized(op, "w_gate_up", w_gate_up)
     w_down = array_or_quantized(op, "w_down", w_down)
     recipe = grouped_recipe(op, recipe, x, w_gate_up, w_down)
+    pairs = (("w_gate_up", w_gate_up), ("w_down", w_down))
+    recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in pairs)
     if vars(recipe)["dgrad"].rounding or vars(recipe)["wgrad"].rounding:
         warn_of_fixed_keys(op, recipe)
     units = recipe.units
     x = floats_of(op, "x", x, 2, math.lcm(units.forward, units.dgrad))
     axes = wires.axes_of(op, expert_axis, tensor_axis)
-    named_weights = (("w_gate_up", w_gate_up), ("w_down", w_down))
-    recipes = tuple(recipe_beside(op, name, w, recipe) for name, w in named_weights)
     first = weight_of(op, "w_gate_up", w_gate_up, x.shape[1], recipe)
     if first.columns % (wanted := math.lcm(2 * units.forward, units.dgrad)):
         is_shard = tensor_axis is not None and not axes.to_map
@@ -308,12 +308,18 @@ class Slots(Moves):
         groups = Groups.from_experts(experts, routing.local, align=align, most=routing.most)
         return rows, SlotPlace(groups, groups.of_slots(weights), routing)
 
-    def operand(
-        self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
-    ) -> Unquantized:
+    def operands(
+        self, layer: Layer, inputs: Inputs, codes: tuple, place: Any, recipes: Recipes, keep: Any
+    ) -> tuple[Unquantized, list[Any], Any]:
         """See `Moves`."""
-        request = Moved if isinstance(rows, MXArray) else Unquantized
-        return request(rows, recipe, place.groups.rows, name="lhs", wanted=wanted)
+        (first, second), (wgrad, dgrad), x = recipes, keep, inputs.x
+        firsts = [
+            weight_forms(w, q, first, dgrad) for w, q in zip(inputs.w_first, codes[0], strict=True)
+        ]
+        w_second = weight_forms(inputs.w_second, codes[1], second, dgrad)
+        request = Moved if isinstance(x, MXArray) else Unquantized
+        rows = request(x, first, place.groups.rows, name="lhs", wanted=(True, wgrad))
+        return rows, firsts, w_second
 
     def gradient(
         self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
@@ -326,35 +332,19 @@ class Slots(Moves):
         return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **options)
 
     def forward(
-        self, product: Static, operands: tuple[Any, Any], place: Any, last: bool
+        self, product: Static, operands: tuple[Any, Any] | None, place: Any
     ) -> Multiplication:
         """See `Moves`."""
         return product.multiplication((0, 0), (1, 0), groups=ROWS, align=place.groups.align)
 
-    def dgrad(
-        self,
-        product: Static,
-        gradient: FormNumber,
-        weight: FormNumber,
-        rows: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
+    def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
         """See `Moves`."""
-        return product.multiplication(gradient, weight, groups=ROWS, align=place.groups.align)
+        return product.multiplication(*forms[:2], groups=ROWS, align=place.groups.align)
 
-    def wgrad(
-        self,
-        product: Static,
-        rows: FormNumber,
-        gradient: FormNumber,
-        weight: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
+    def wgrad(self, product: Static, forms: FormNumbers, w: Side, place: Any) -> Multiplication:
         """See `Moves`."""
         options: dict[str, Any] = {"groups": SUMS, "align": place.groups.align, "over_rows": True}
-        return product.multiplication(rows, gradient, weight.dtype, **options)
+        return product.multiplication(*forms[:2], w.dtype, **options)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""

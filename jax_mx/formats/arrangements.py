@@ -14,10 +14,19 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jax_mx.formats.checks import shown, whole
 from jax_mx.formats.formats import BLOCK
-from jax_mx.formats.sharding import Spec, is_explicit, resharded, spec_of
+from jax_mx.formats.sharding import (
+    Spec,
+    is_explicit,
+    names_in,
+    resharded,
+    shards_of,
+    spec_of,
+    unsplit,
+)
 from jax_mx.formats.views import reshape
 
 Dims = tuple[int, ...]
@@ -102,13 +111,15 @@ class Arrangement(NamedTuple):
         """How many zeros the last two axes of the arranged operand end with."""
         return (0, self.rows) if self.swapped else (self.rows, 0)
 
-    def restored(self, x: jax.Array, spec: Spec) -> jax.Array:
+    def restored(self, x: jax.Array, spec: Spec, swaps: bool = False) -> jax.Array:
         """The inverse, for an array that is arranged.
 
         Args:
           x: the array.
           spec: the operand's partition spec, which the result gets too.
+          swaps: whether x is (B..., F..., K) also where `swapped`.
         """
+        x = jnp.swapaxes(x, -1, -2) if swaps and self.swapped else x
         x = _cut(x, -3 - self.axis, self.rows)
         free, contracted = (self.free, self.merged), (self.contracted, True)
         parts = (contracted, free) if self.swapped else (free, contracted)
@@ -201,11 +212,12 @@ class Arrangements:
             self.lhs._replace(unit=1), self.rhs if keep else self.rhs._replace(unit=1)
         )
 
-    def result(self, y: jax.Array) -> jax.Array:
-        """The result in the shape of lax.dot_general, from (B..., M..., N)."""
+    def result(self, y: jax.Array, out_sharding: Any) -> jax.Array:
+        """The result as lax.dot_general gives it, split so, from (B..., M..., N)."""
         y = _cut(_cut(y, -1, self.rhs.rows), -2, self.lhs.rows)
         lhs = self.lhs.free, self.lhs.merged
-        return _unmerged(y, self.lhs.batch, (lhs, (self.rhs.free, True)))
+        y = _unmerged(y, self.lhs.batch, (lhs, (self.rhs.free, True)))
+        return placed(y, out_sharding)
 
     def result_spec(self, spec: Spec) -> Spec:
         """The partition spec of (B..., M..., N) for one of what lax.dot_general gives."""
@@ -218,6 +230,55 @@ class Arrangements:
         """The inverse, without zero rows: (B..., M..., N) for the gradient of a result."""
         b, m, n = self.lhs.batch, len(self.lhs.free), len(self.rhs.free)
         return _merged(dy, [*[1] * b, *([m] if self.lhs.merged else [1] * m), n])
+
+    def gathered(self, lhs: Any, rhs: Any, recipe: Any, placed: bool) -> Any:
+        """The weights, gathered over each mesh axis that also splits rows of lhs: FSDP.
+
+        One gather of floats replaces a gather for each direction. Where products read codes of
+        both, which devices share by a rule (splitting.py), codes move instead, a byte an element.
+
+        Args:
+          lhs: the activations, or the values of quantized ones.
+          rhs: the weights; quantized ones stay where they are.
+          recipe: of the weights; None: they are gathered as floats.
+          placed: whether the caller says how the result is split. Otherwise `jax.lax.dot_general`
+            refuses such splits of columns, and the product keeps them.
+        """
+        if not isinstance(rhs, jax.Array):
+            return rhs
+        mesh = jax.typeof(rhs).sharding.mesh
+        if not is_explicit(mesh):
+            return rhs
+        uses = [] if recipe is None or mesh.manual_axes else recipe.uses("rhs")
+        if uses and all(use.format is not None and use.window != BLOCK for use in uses):
+            return rhs
+        rows = {name for axis in self.lhs.free_dims for name in shards_of(lhs, axis)[0]}
+        free = () if placed else self.rhs.free_dims
+        return unsplit(rhs, rows, [axis for axis in range(rhs.ndim) if axis not in free])
+
+    def gathered_gradient(self, dy: Any, lhs: Any, rhs: Any) -> jax.Array:
+        """The result's gradient without splits over mesh axes that split what is contracted.
+
+        Such a result was scattered. Here it is one gather of floats, else one for each direction.
+        An axis that splits rows of lhs, too, is FSDP's: it scattered nothing.
+
+        Args:
+          dy: the gradient.
+          lhs: the `Side` of lhs, or None.
+          rhs: the `Side` of rhs, or None.
+        """
+        if not is_explicit(jax.typeof(dy).sharding.mesh):
+            return dy
+        names = {
+            name
+            for side, arrangement in ((lhs, self.lhs), (rhs, self.rhs))
+            if side is not None
+            for axis in arrangement.contracted_dims
+            for name in names_in(side.spec[axis])
+        }
+        if lhs is not None:
+            names -= {name for axis in self.lhs.free_dims for name in names_in(lhs.spec[axis])}
+        return unsplit(dy, names, range(dy.ndim))
 
     @property
     def gradient_pads(self) -> tuple[int, int]:
@@ -249,6 +310,25 @@ def arrangements_of(
     check_contracted(op, lhs.shape, lc, units.forward)
     left = arrangement_of(lhs.shape, lc, lb, units.wgrad, keep_rows)
     return Arrangements(left, arrangement_of(rhs.shape, rc, rb, units.dgrad))
+
+
+def placed(y: jax.Array, out_sharding: Any) -> jax.Array:
+    """y split as its caller wants it, if he says it; on explicit meshes and automatic ones."""
+    if out_sharding is None:
+        return y
+    mesh: Any = jax.typeof(y).sharding.mesh
+    if mesh.empty:  # operands that no mesh is known of
+        mesh = getattr(out_sharding, "mesh", jax.sharding.get_abstract_mesh())
+    if not is_explicit(mesh):
+        return jax.lax.with_sharding_constraint(y, out_sharding)
+    return resharded(y, spec_in(out_sharding, y.ndim), mesh)
+
+
+def spec_in(out_sharding: Any, ndim: int) -> tuple:
+    """The partition spec that a caller gives, by itself or with a mesh, an entry a dimension."""
+    is_named = isinstance(out_sharding, jax.sharding.NamedSharding)
+    spec = out_sharding.spec if is_named else out_sharding
+    return (*spec, *[None] * (ndim - len(spec)))
 
 
 def check_contracted(op: str, shape: Dims, contracting: Dims, unit: int) -> None:

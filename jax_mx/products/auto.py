@@ -24,6 +24,8 @@ from jax_mx.products.recipes import (
     MXFP8,
     MXFP8_ROWS,
     MXFP8_WINDOWS,
+    PRODUCTS,
+    USES,
     Chosen,
     Recipe,
     is_auto,
@@ -106,6 +108,36 @@ def _resolved(
         frozen = [x for x in operands if isinstance(x, MXArray)]
         became = on_hopper(any(x.window == BLOCK or x.format.bits != 8 for x in frozen))
     return dataclasses.replace(became, chosen=Chosen(name_of(became), " ".join(chips)))
+
+
+def recipe_beside(op: str, name: str, w: Any, recipe: Recipe) -> Recipe:
+    """The recipe of a product with this weight.
+
+    Whatever is multiplied with a `QuantizedWeight` is rotated as that was: the signs are its own.
+
+    Raises:
+      ValueError: the weight was quantized by a recipe of another format, rule or transform.
+    """
+    if not isinstance(w, QuantizedWeight):
+        return recipe
+    if jax.tree.structure(_of_codes(w.recipe)) != jax.tree.structure(_of_codes(recipe)):
+        raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
+    turned = {
+        product: dataclasses.replace(
+            getattr(recipe, product), hadamard=getattr(w.recipe, product).hadamard
+        )
+        for product in USES["rhs"]
+    }
+    return dataclasses.replace(recipe, **turned)
+
+
+def _of_codes(recipe: Recipe) -> Recipe:
+    """The part of a recipe that codes follow from: not how tensor cores add up."""
+    products = {
+        name: dataclasses.replace(getattr(recipe, name), fast_accumulation=False)
+        for name in PRODUCTS
+    }
+    return dataclasses.replace(recipe, **products)
 
 
 def _is_small(sizes: Sizes) -> bool:

@@ -25,18 +25,9 @@ from jax_mx.formats.windows import lengths_of
 from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.groups import Groups
 from jax_mx.products.multiply import Step
-from jax_mx.products.operand import ProductOperand, Unquantized, operand_for
+from jax_mx.products.operand import ProductOperand, Unquantized, operand_for, weight_forms
 from jax_mx.products.recipes import AS_THEY_ARE, BF16, Recipe
-from jax_mx.products.sides import (
-    MARK,
-    Pair,
-    Static,
-    gathered_once,
-    once_derived,
-    parts_of,
-    side_of,
-    values_of,
-)
+from jax_mx.products.sides import Pair, Static, parts_of, side_of, values_of
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.mxarray import FROZEN, MXArray
 
@@ -125,19 +116,19 @@ def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:
     of_rhs = side_of(layout.rhs, parts_of(rhs)[0])
 
     def value(lhs: Any, rhs: Any) -> jax.Array:
-        return _forward(
-            static.unfollowed, parts_of(lhs), parts_of(rhs), None, recipe, (False, False)
-        )[0]
+        unfollowed = static.unfollowed
+        return _forward(unfollowed, parts_of(lhs), parts_of(rhs), None, recipe, (False, False))[0]
 
     def form(side: Arrangement, x: Any, name: str) -> Any:
         if x is None:
             return None
-        request = operand_for(side, *parts_of(x), recipe, name, (False, True))
+        floats, quantized = parts_of(x)
+        floats = side.arranged(floats) if quantized is None else floats
+        request = operand_for(side, floats, quantized, recipe, name, (False, True))
         return (request.forms() if isinstance(request, Unquantized) else request)[1]
 
     def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
         a, b = form(layout.lhs, operands[0], "lhs"), form(layout.rhs, operands[1], "rhs")
-        dy = gathered_once(layout, dy, of_lhs, of_rhs)
         return _gradients(static, dy, a, b, None, recipe, of_lhs, of_rhs)
 
     def forward(operands: tuple, dlhs: Any, drhs: Any) -> jax.Array:
@@ -226,11 +217,13 @@ def _operands(
     if static.layout is None:
         # Slots that groups begin at hold lhs along rows: it is quantized by itself.
         x = Unquantized(lhs[0], recipe, name="lhs", wanted=(True, False))
-        return x, operand_for(None, *rhs, recipe, "rhs", (True, dgrad))
+        return x, weight_forms(*rhs, recipe, dgrad)
     sides = static.layout
+    x = sides.lhs.arranged(lhs[0]) if lhs[1] is None else lhs[0]
+    w = sides.rhs.arranged(rhs[0]) if rhs[1] is None else rhs[0]
     return (
-        operand_for(sides.lhs, *lhs, recipe, "lhs", (True, wgrad)),
-        operand_for(sides.rhs, *rhs, recipe, "rhs", (True, dgrad)),
+        operand_for(sides.lhs, x, lhs[1], recipe, "lhs", (True, wgrad)),
+        operand_for(sides.rhs, w, rhs[1], recipe, "rhs", (True, dgrad)),
     )
 
 
@@ -244,13 +237,13 @@ def _forward(
     else:
         forward = static.forward((0, 0), (1, 0))
     (y,), kept = Step((forward,), ((0, 1), (1, 1)))(operands, sizes)
-    return y if static.layout is None else static.result(y), kept
+    return y if static.layout is None else static.layout.result(y, static.out_sharding), kept
 
 
 def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
     perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args]
     lhs, lhs_q, rhs, rhs_q, sizes, recipe = values_of(static.op, args, (args[1], args[3]))
-    mark = once_derived(static.op, MARK, lhs, rhs)
+    mark = derivatives.once_derived(static.op, derivatives.MARK, lhs, rhs)
     # A frozen operand gets no gradient, whoever asks for what.
     dgrad, wgrad = perturbed[0], perturbed[2]
     y, (a, b) = _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, (wgrad, dgrad))
@@ -293,22 +286,19 @@ def _absent(
     return a, b
 
 
-def _wanted(form: Any) -> Any:
-    """The form; None where it is absent."""
-    if form is None:
-        return None
-    array = form.array.values if isinstance(form.array, MXArray) else form.array
-    return None if array.dtype == bool else form
+def _present(form: ProductOperand | None) -> ProductOperand | None:
+    """The form; None where a placeholder stands for it."""
+    array: Any = None if form is None else form.array
+    values = array.values if isinstance(array, MXArray) else array
+    return None if values is None or values.dtype == bool else form
 
 
 def _bwd(static: Static, residual: tuple, dy: Any) -> tuple[Any, ...]:
     a, b, sizes, groups, recipe, lhs, rhs, mark = residual
-    a, b = _wanted(a), _wanted(b)
+    a, b = _present(a), _present(b)
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 6
-    dy = once_derived(static.op, dy, mark)
-    if static.layout is not None:
-        dy = gathered_once(static.layout, dy, lhs, rhs)
+    dy = derivatives.once_derived(static.op, dy, mark)
     gradients = _gradients if static.layout is not None else _gradients_of_groups
     dlhs, drhs = gradients(static, dy, a, b, (sizes, groups), recipe, lhs, rhs)
     return dlhs, None, drhs, None, None, None
@@ -320,7 +310,7 @@ def _gradients(
     """Both gradients of a dense product, of one read of the result's."""
     layout = static.arranged
     gradient = Unquantized(
-        layout.gradient(dy),
+        layout.gradient(layout.gathered_gradient(dy, lhs, rhs)),
         recipe,
         name="gradient",
         wanted=(b is not None, a is not None),
@@ -332,8 +322,8 @@ def _gradients(
     multiplications += [] if a is None else [static.wgrad((1, 0), (0, 1), rhs, like_b)]
     products, _ = Step(tuple(multiplications))((gradient, (a,), (b,)))
     gradients = iter(products)
-    dlhs = None if b is None else static.lhs_gradient(next(gradients), lhs)
-    return dlhs, None if a is None else static.rhs_gradient(next(gradients), rhs)
+    dlhs = None if b is None else layout.lhs.restored(next(gradients), lhs.spec, swaps=True)
+    return dlhs, None if a is None else layout.rhs.restored(next(gradients), rhs.spec)
 
 
 def _gradients_of_groups(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_mx.formats.arrangements import placed
 from jax_mx.formats.checks import array_of, is_symbolic, shown
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.sharding import is_explicit
@@ -37,7 +38,7 @@ from jax_mx.products.planning import (
 )
 from jax_mx.products.primitives import products_p
 from jax_mx.products.recipes import AUTO, Recipe, is_floats
-from jax_mx.products.sides import Static, gathered_for, keeps_rows, parts_of, placed
+from jax_mx.products.sides import Static, keeps_rows, parts_of
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS, normed_fits
 from jax_mx.quantizing.mxarray import MXArray
@@ -176,7 +177,8 @@ def multiplied(
     static = Static(op, layout, call.dtype, *shared, *options)
     if isinstance(lhs, MXArray) or isinstance(rhs, MXArray):  # nothing is quantized along rows
         static = static.unfollowed
-    rhs = gathered_for(lhs, rhs, layout, recipe, out_sharding is not None)
+    x = lhs.values if isinstance(lhs, MXArray) else lhs
+    rhs = layout.gathered(x, rhs, recipe, out_sharding is not None)
     # In shard_map an operand, or a key, may vary over an axis that the others do not. Where all of
     # them vary, JAX sums the gradients of those others over it.
     leaves, tree = jax.tree.flatten((*parts_of(lhs), *parts_of(rhs), None, recipe))

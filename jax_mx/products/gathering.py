@@ -284,7 +284,9 @@ def _forms(
 ) -> tuple[ProductOperand, ProductOperand]:
     """Both forms; `across`: the axes of a shard_map that split either contracted axis."""
     options: dict[str, Any] = {"across": across, "joined": static.mesh}
-    first, second = dataclasses.replace(Unquantized.of(side, w, recipe), **options).forms()
+    first, second = dataclasses.replace(
+        Unquantized.of(side, side.arranged(w), recipe), **options
+    ).forms()
     return first, second
 
 

@@ -27,9 +27,9 @@ from jax_mx.formats.formats import MXFP8_E4M3
 from jax_mx.formats.sharding import is_explicit, spec_of
 from jax_mx.formats.windows import ROW, SHARD
 from jax_mx.products.multiply import Multiplication, Step
-from jax_mx.products.operand import Unquantized, operand_for
+from jax_mx.products.operand import Unquantized
 from jax_mx.products.recipes import Recipe
-from jax_mx.products.sides import MARK, Side, Static, once_derived, side_of, values_of
+from jax_mx.products.sides import Side, Static, side_of, values_of
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
 from jax_mx.quantizing.calling import WithSums
@@ -38,6 +38,7 @@ from jax_mx.quantizing.quantize import quantize
 
 Recipes = tuple[Recipe, Recipe]  # of both products: where a weight brings signs, they differ
 FormNumber = tuple[int, int]  # of a step: the number of an operand, and of its form
+FormNumbers = tuple[FormNumber, FormNumber, FormNumber]  # both operands, what the result is like
 GateUp = tuple[Any, ...]  # gates and ups as one array, or as one each
 
 
@@ -94,17 +95,17 @@ class Layer(NamedTuple):
 
     def sides(self, inputs: Inputs) -> Inputs:
         """The sides of all inputs."""
-        layout = self.first[0].layout
-        side = side_of(None if layout is None else layout.lhs, inputs.x)
+        dense = self.second.layout is not None
+        side = side_of(self.first[0].arranged.lhs if dense else None, inputs.x)
         firsts = tuple(
-            side_of(product.weight, w)
+            side_of(product.arranged.rhs if dense else None, w)
             for product, w in zip(self.first, inputs.w_first, strict=True)
         )
         return Inputs(
             side,
             side_of(None, inputs.weights),
             firsts,
-            side_of(self.second.weight, inputs.w_second),
+            side_of(self.second.arranged.rhs if dense else None, inputs.w_second),
             tuple(side_of(None, bias) for bias in inputs.b_first),
             side_of(None, inputs.b_second),
         )
@@ -144,10 +145,19 @@ class Moves(ABC):
         """
 
     @abstractmethod
-    def operand(
-        self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
-    ) -> Unquantized:
-        """The operand of rows that the first product reads."""
+    def operands(
+        self, layer: Layer, inputs: Inputs, codes: tuple, place: Any, recipes: Recipes, keep: Any
+    ) -> tuple[Unquantized, list[Any], Any]:
+        """The operands of rows, of the first weights and of the second.
+
+        Args:
+          layer: the layer.
+          inputs: to the layer, with the rows that `enter` gave.
+          codes: the quantized parts of both weights, or None.
+          place: where rows are.
+          recipes: of both products.
+          keep: two bools, whether gradients of the first weights follow, and of rows.
+        """
 
     @abstractmethod
     def gradient(
@@ -165,35 +175,22 @@ class Moves(ABC):
 
     @abstractmethod
     def forward(
-        self, product: Static, operands: tuple[Any, Any], place: Any, last: bool
+        self, product: Static, operands: tuple[Any, Any] | None, place: Any
     ) -> Multiplication:
-        """A product of a step's two operands; `last`: the second one of the layer."""
+        """A product of a step's two operands: of the first product; None of the second one."""
 
     @abstractmethod
-    def dgrad(
-        self,
-        product: Static,
-        gradient: FormNumber,
-        weight: FormNumber,
-        rows: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
-        """The product for the gradient of rows; `like`: their form along rows."""
+    def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
+        """The product for the gradient of rows, of the result's gradient and a weight.
+
+        The third of `forms` is that of rows along rows.
+        """
 
     @abstractmethod
-    def wgrad(
-        self,
-        product: Static,
-        rows: FormNumber,
-        gradient: FormNumber,
-        weight: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
-        """The product for the gradient of a weight, both operands along rows.
+    def wgrad(self, product: Static, forms: FormNumbers, w: Side, place: Any) -> Multiplication:
+        """The product for the gradient of a weight, of rows and the result's gradient along rows.
 
-        `like`: its form along its free axis.
+        The third of `forms` is that of the weight along its free axis.
         """
 
     @abstractmethod
@@ -268,7 +265,7 @@ class Back(NamedTuple):
     """The products of the backward pass, arranged; None where nothing is wanted.
 
     Attributes:
-      dy: the gradient of the result, as it was given.
+      dy: the gradient of the result, as JAX passes it.
       gate_up: gates and ups, which were kept or computed again.
       dact: the gradient of the activation's result.
       dx: of rows; of two weights the sum of what each gives, in the dtype of rows.
@@ -321,7 +318,7 @@ def _layer(
 def _fwd(static: Layer, *args: Any) -> tuple:
     first, second = args[1]
     inputs, quantized, routing, recipes = values_of(static.op, args, (*first, second))
-    mark = once_derived(static.op, MARK, inputs)
+    mark = derivatives.once_derived(static.op, derivatives.MARK, inputs)
     y, kept = _forward(static, inputs, quantized, routing, recipes, keep=True)
     if not static.moves.in_rounds:
         return y, (kept, None, mark)
@@ -347,20 +344,16 @@ def _forward(
     """The result; and the residuals, if a backward pass follows."""
     moves, first = static.moves, static.first
     x, place = moves.enter(inputs, quantized, routing, recipes[0], keep)
-    firsts = [
-        operand_for(product.weight, w, q, recipes[0], "rhs", (True, keep))
-        for product, w, q in zip(first, inputs.w_first, quantized[0], strict=True)
-    ]
-    w2 = inputs.w_second, quantized[1], recipes[1]
-    second = operand_for(static.second.weight, *w2, "rhs", (True, keep))
-    sizes, scale = (None, None) if place is None else (place.groups.sizes, place.scale)
+    sizes, scale = _of_place(place)
     again = keep and static.residuals == "inputs"
-    wanted = (True, keep and any(w is not None for w in inputs.w_first))
-    rows = moves.operand(first[0], x, place, recipes[0], wanted)
+    follow = keep and any(w is not None for w in inputs.w_first), keep
+    rows, firsts, second = moves.operands(
+        static, inputs._replace(x=x), quantized, place, recipes, follow
+    )
     weights, one_each = range(1, 1 + len(first)), list(zip(first, firsts, strict=True))
     forms = ((0, 1), *((i, 1) for i in weights))
     forms += ((0, 0), *((i, 0) for i in weights)) if again else ()
-    products = [moves.forward(product, (rows, w), place, False) for product, w in one_each]
+    products = [moves.forward(product, (rows, w), place) for product, w in one_each]
     step = Step(
         tuple(p._replace(rhs=(i, 0)) for i, p in zip(weights, products, strict=True)), forms
     )
@@ -368,7 +361,7 @@ def _forward(
     gate_up = biased(static, gate_up, inputs.b_first, place)
     wanted = (True, keep and inputs.w_second is not None and moves.keeps_activation)
     act = static.requests(gate_up, scale, recipes[1], wanted)
-    step = Step((moves.forward(static.second, (act, second), place, True),), ((0, 1), (1, 1)))
+    step = Step((moves.forward(static.second, None, place),), ((0, 1), (1, 1)))
     (y,), (act_kept, second_free) = step((act, second), sizes)
     y, extras = moves.leave(static.second, y, inputs, routing, place)
     if not keep:
@@ -393,18 +386,22 @@ def _forward(
 
 def biased(static: Layer, gate_up: Any, biases: tuple[Any, ...], place: Any) -> GateUp:
     """The first products and their biases."""
-    parts = zip(static.first, gate_up, biases, strict=True)
     return tuple(
         y if bias is None else static.moves.biased(product, y, bias, place)
-        for product, y, bias in parts
+        for product, y, bias in zip(static.first, gate_up, biases, strict=True)
     )
+
+
+def _of_place(place: Any) -> tuple[Any, Any]:
+    """The sizes of groups, and the scale of each row between both products; None without groups."""
+    return (None, None) if place is None else (place.groups.sizes, place.scale)
 
 
 def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple:
     kept, again, mark = residual
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 4
-    dy = once_derived(static.op, dy, mark)
+    dy = derivatives.once_derived(static.op, dy, mark)
     gradients = _backward(static, kept, dy)
     if again is None:
         return gradients, None, None, None
@@ -424,27 +421,25 @@ def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple
 def _backward(static: Layer, kept: Kept, dy: jax.Array) -> Inputs:
     """The gradients by what one pass kept."""
     moves, sides, place = static.moves, kept.sides, kept.place
-    sizes, scale = (None, None) if place is None else (place.groups.sizes, place.scale)
-    second, w2 = kept.recipes[1], sides.w_second
+    second, w2, (sizes, scale) = kept.recipes[1], sides.w_second, _of_place(place)
     gradient = moves.gradient(static.second, dy, place, second, w2)
-    gate_up = _again(static, kept)
+    gate_up = _again(static, kept, sizes)
     act = kept.act
     if w2 is not None and not moves.keeps_activation:
         _, act = static.requests(gate_up, scale, second, (False, True)).forms()
     # The gradient of the result: by w_second^T, and along rows for that of w_second.
-    hidden, numbers = static.hidden(gate_up), ((0, 0), (2, 0))
-    products = [moves.dgrad(static.second, *numbers, hidden, place, (1, 0))]
+    products = [moves.dgrad(static.second, ((0, 0), (2, 0), (1, 0)), static.hidden(gate_up), place)]
     if w2 is not None:
-        products.append(moves.wgrad(static.second, (1, 0), (0, 1), w2, place, (2, 0)))
+        products.append(moves.wgrad(static.second, ((1, 0), (0, 1), (2, 0)), w2, place))
     operands = (gradient, (act,), (kept.w_second,))
     (dact, *dw2), _ = Step(tuple(products))(operands, sizes)
-    dx, dw1, sums = _through_first(static, kept, gate_up, dact)
+    dx, dw1, sums = _through_first(static, kept, gate_up, dact, sizes)
     back = Back(dy, gate_up, dact, dx, dw1, next(iter(dw2), None), sums)
     return moves.gradients(static, kept, back)
 
 
 def _through_first(
-    static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array
+    static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array, sizes: Any
 ) -> tuple[jax.Array, tuple, tuple]:
     """The gradients of rows and of the first weights; sums of the gradients of gates and ups."""
     moves, sides, place = static.moves, kept.sides, kept.place
@@ -452,14 +447,14 @@ def _through_first(
     n, dgrads, wgrads = len(gradients), [], {}
     for i, (product, w) in enumerate(zip(static.first, sides.w_first, strict=True)):
         free = (n + 1 + i, 0)
-        dgrads.append(moves.dgrad(product, (i, 0), free, sides.x, place, (n, 0)))
+        dgrads.append(moves.dgrad(product, ((i, 0), free, (n, 0)), sides.x, place))
         if w is not None:
-            wgrads[i] = moves.wgrad(product, (n, 0), (i, 1), w, place, free)
+            wgrads[i] = moves.wgrad(product, ((n, 0), (i, 1), free), w, place)
     summed = [i for i, bias in enumerate(sides.b_first) if bias is not None]
     fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
     step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))
     operands = (*gradients, (kept.rows,), *((free,) for _, free in kept.w_first))
-    results, sums = step(operands, None if place is None else place.groups.sizes)
+    results, sums = step(operands, sizes)
     dw = dict(zip(wgrads, results, strict=False))
     dx = functools.reduce(jnp.add, results[len(wgrads) :])
     rows = {i: gradients[i].x.astype(jnp.float32) for i in summed} | dict(
@@ -470,7 +465,7 @@ def _through_first(
 
 def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -> list[Unquantized]:
     """The operands of the gradients of gates and ups, by the argument of the activation."""
-    gated = static.gated(gate_up, None if kept.place is None else kept.place.scale)
+    gated = static.gated(gate_up, _of_place(kept.place)[1])
     recipe, ws, known = kept.recipes[0], kept.sides.w_first, None
     if len(gate_up) > 1:
         arguments = static.op, gate_up[0], gated, dact
@@ -492,16 +487,15 @@ def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -
     ]  # fmt: skip
 
 
-def _again(static: Layer, kept: Kept) -> GateUp:
+def _again(static: Layer, kept: Kept, sizes: Any) -> GateUp:
     """Gates and ups, arranged: as they were kept, or computed again."""
     if static.residuals != "inputs":
         return tuple(floats_kept(half, static.second.dtype) for half in kept.gate_up)
     operands: Any = (kept.gate_up,), *((contracted,) for contracted, _ in kept.w_first)
     products = [
-        static.moves.forward(product, (operands[0], w), kept.place, False)._replace(rhs=(i, 0))
+        static.moves.forward(product, (operands[0], w), kept.place)._replace(rhs=(i, 0))
         for i, (product, w) in enumerate(zip(static.first, operands[1:], strict=True), 1)
     ]
-    sizes = None if kept.place is None else kept.place.groups.sizes
     gate_up, _ = Step(tuple(products))(operands, sizes)
     return biased(static, gate_up, kept.biases, kept.place)
 

@@ -24,27 +24,14 @@ from jax_mx.products.arguments import (
     residuals_of,
     warn_of_fixed_keys,
 )
-from jax_mx.products.auto import Sizes, resolved
+from jax_mx.products.auto import Sizes, recipe_beside, resolved
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
-from jax_mx.products.layer import Back, FormNumber, Inputs, Kept, Layer, Moves, layer
+from jax_mx.products.layer import Back, FormNumbers, Inputs, Kept, Layer, Moves, Recipes, layer
 from jax_mx.products.multiply import Multiplication
-from jax_mx.products.operand import QuantizedWeight, Unquantized
-from jax_mx.products.recipes import (
-    AUTO,
-    PRODUCTS,
-    Recipe,
-    check_frozen,
-    recipe_beside,
-)
-from jax_mx.products.sides import (
-    Side,
-    Static,
-    gathered_for,
-    gathered_once,
-    keeps_rows,
-    parts_of,
-)
+from jax_mx.products.operand import QuantizedWeight, Unquantized, operand_for
+from jax_mx.products.recipes import AUTO, PRODUCTS, Recipe, check_frozen
+from jax_mx.products.sides import Side, Static, keeps_rows, parts_of
 from jax_mx.quantizing.activations import Gated, row_of
 from jax_mx.quantizing.mxarray import MXArray
 
@@ -139,10 +126,10 @@ def mlp(
     b2 = bias_of(op, "b_down", b_down, (second.rhs.free[0],))
     residuals = residuals_of(op, residuals, recipe, _plain_residuals(pair, recipe))
     implementation = implementation_of(op, named("dot_general"), implementation)
-    first = [
-        gathered_for(x, w, layout, None, True) for w, layout in zip(first, layouts, strict=True)
-    ]
-    w2 = gathered_for(x, w2, second, None, True)
+    # Floats of a weight are gathered over mesh axes that also split rows of x.
+    pairs = zip(first, layouts, strict=True)
+    first = [layout.gathered(x, w, None, placed=True) for w, layout in pairs]
+    w2 = second.gathered(x, w2, None, placed=True)
     check_out_sharding(op, out_sharding)
     if out_sharding is None and is_explicit(jax.typeof(x).sharding.mesh):
         leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
@@ -297,8 +284,7 @@ def _layout(
     layout = arrangements_of(
         op, jax.ShapeDtypeStruct(lhs, dtype), w, numbers, recipe.units, keep_rows
     )
-    if isinstance(w, MXArray | QuantizedWeight):
-        check_quantized(op, name, w, layout.rhs)
+    check_quantized(op, name, w, layout.rhs)
     if isinstance(w, MXArray):
         layout = Arrangements(layout.lhs, layout.rhs._replace(unit=1))
     return layout
@@ -323,11 +309,24 @@ class InPlace(Moves):
         """See `Moves`."""
         return inputs.x, None
 
-    def operand(
-        self, product: Static, rows: Any, place: Any, recipe: Recipe, wanted: tuple[bool, bool]
-    ) -> Unquantized:
+    def operands(
+        self, layer: Layer, inputs: Inputs, codes: tuple, place: Any, recipes: Recipes, keep: Any
+    ) -> tuple[Unquantized, list[Any], Any]:
         """See `Moves`."""
-        return Unquantized.of(product.arranged.lhs, rows, recipe, "lhs", wanted)
+        (first, second), (wgrad, dgrad) = recipes, keep
+        sides = [product.arranged.rhs for product in (*layer.first, layer.second)]
+        floats, quantized = (*inputs.w_first, inputs.w_second), (*codes[0], codes[1])
+        weights = [
+            w if q is not None else side.arranged(w)
+            for side, w, q in zip(sides, floats, quantized, strict=True)
+        ]
+        lhs, by = layer.first[0].arranged.lhs, [*[first] * len(layer.first), second]
+        x = lhs.arranged(inputs.x)
+        *firsts, w_second = (
+            operand_for(side, w, q, recipe, "rhs", (True, dgrad))
+            for side, w, q, recipe in zip(sides, weights, quantized, by, strict=True)
+        )
+        return Unquantized.of(lhs, x, first, "lhs", (True, wgrad)), firsts, w_second
 
     def gradient(
         self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
@@ -336,43 +335,29 @@ class InPlace(Moves):
         layout, frozen = product.arranged, weight is None
         options: dict[str, Any] = {"wanted": (True, not frozen), "frozen": (frozen, False)}
         options |= {"name": "gradient", "pads": layout.gradient_pads}
-        dy = layout.gradient(gathered_once(layout, dy, None, weight))
+        dy = layout.gradient(layout.gathered_gradient(dy, None, weight))
         return Unquantized(dy, recipe, **options)
 
     def forward(
-        self, product: Static, operands: tuple[Any, Any], place: Any, last: bool
+        self, product: Static, operands: tuple[Any, Any] | None, place: Any
     ) -> Multiplication:
         """See `Moves`."""
-        if last:
+        if operands is None:
             return product.forward((0, 0), (1, 0))
         (x, _), (w, axis) = map(_array_of, operands)
         spec = _spec_between(spec_of(x)[:-1], spec_of(w)[-3 - axis])
         fast = "forward" in product.fast
         return product.multiplication((0, 0), (1, 0), spec=spec, fast=fast)
 
-    def dgrad(
-        self,
-        product: Static,
-        gradient: FormNumber,
-        weight: FormNumber,
-        rows: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
+    def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
         """See `Moves`."""
+        gradient, weight, like = forms
         return product.dgrad(gradient, weight, rows, like)
 
-    def wgrad(
-        self,
-        product: Static,
-        rows: FormNumber,
-        gradient: FormNumber,
-        weight: Side,
-        place: Any,
-        like: FormNumber,
-    ) -> Multiplication:
+    def wgrad(self, product: Static, forms: FormNumbers, w: Side, place: Any) -> Multiplication:
         """See `Moves`."""
-        return product.wgrad(rows, gradient, weight, like)
+        rows, gradient, like = forms
+        return product.wgrad(rows, gradient, w, like)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""
@@ -382,23 +367,25 @@ class InPlace(Moves):
         self, product: Static, y: jax.Array, inputs: Inputs, routing: Any, place: Any
     ) -> tuple[jax.Array, Any]:
         """See `Moves`."""
-        return _plus(product.result(y), inputs.b_second), None
+        y = product.arranged.result(y, product.out_sharding)
+        return y if inputs.b_second is None else _plus(y, inputs.b_second), None
 
     def gradients(self, layer: Layer, kept: Kept, back: Back) -> Inputs:
         """See `Moves`."""
         first, second, sides = layer.first, layer.second, kept.sides
         dw1 = tuple(
-            None if side is None else product.rhs_gradient(dw, side)
+            None if side is None else product.arranged.rhs.restored(dw, side.spec)
             for product, dw, side in zip(first, back.dw_first, sides.w_first, strict=True)
         )
         dw2 = None
         if sides.w_second is not None:
-            dw2 = second.rhs_gradient(back.dw_second, sides.w_second)
+            dw2 = second.arranged.rhs.restored(back.dw_second, sides.w_second.spec)
+        dx = first[0].arranged.lhs.restored(back.dx, sides.x.spec, swaps=True)
         db1, db2 = tuple(map(_summed, back.sums, sides.b_first)), None
         if sides.b_second is not None:
-            dy = gathered_once(second.arranged, back.dy, None, sides.w_second)
+            dy = second.arranged.gathered_gradient(back.dy, None, sides.w_second)
             db2 = _summed(dy, sides.b_second)
-        return Inputs(first[0].lhs_gradient(back.dx, sides.x), None, dw1, dw2, db1, db2)
+        return Inputs(dx, None, dw1, dw2, db1, db2)
 
 
 def _array_of(operand: Any) -> tuple[jax.Array, int]:
@@ -411,8 +398,6 @@ def _array_of(operand: Any) -> tuple[jax.Array, int]:
 
 def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:
     """y and a bias, but for so many rows behind, which stay zeros."""
-    if bias is None:
-        return y
     mesh, wide = jax.typeof(y).sharding.mesh, bias.astype(jnp.float32)
     if is_explicit(mesh):
         wide = resharded(wide, spec_of(y)[-1:], mesh)

@@ -74,7 +74,7 @@ def _avals(*leaves: Any, tree: Any, numbers: Numbers) -> list:
     if numbers.groups == ROWS and left[a] != right[b]:
         raise ValueError(f"ragged_dot: lhs of {left} does not fit rhs of {right}")
     shape = (left[-3 - a], right[-3 - b])
-    shape = (contraction.groups, *shape) if numbers.groups == SUMS else shape
+    shape = (*contraction.sizes.shape, *shape) if numbers.groups == SUMS else shape
     return [private.unsplit("mx_product", leaves, shape, numbers.dtype)]
 
 
@@ -274,8 +274,7 @@ class Step:
         """The products, and the forms that are kept."""
         config: Any = jax.config
         # Without jit each call would be compiled anew, and kept.
-        if config.jax_disable_jit or not any(map(any, self._may_be_floats(operands))):
-            return self.computed(operands, sizes)
+        is_at_once = config.jax_disable_jit or not any(map(any, self._may_be_floats(operands)))
         read = self.wanted
         operands = [
             tuple(form if (i, f) in read else None for f, form in enumerate(operand))
@@ -284,6 +283,8 @@ class Step:
             for i, operand in enumerate(operands)
         ]
         leaves, tree = jax.tree.flatten((operands, sizes))
+        if is_at_once:
+            return self.computed(leaves, tree)
         params, passed = self.traced(leaves, tree)
         structure, outs = params["structure"], iter(step_p.bind(*leaves, **params))
         # An array that passes stays the caller's: of a scan, a residual that is one of its
@@ -299,8 +300,7 @@ class Step:
 
         def of_codes(*leaves: Any) -> list[Any]:
             nonlocal structure
-            operands, sizes = tree.unflatten(leaves)
-            results, structure = jax.tree.flatten(self.computed(operands, sizes))
+            results, structure = jax.tree.flatten(self.computed(leaves, tree))
             places = {id(leaf): index for index, leaf in enumerate(leaves)}
             passed.update({i: places[id(y)] for i, y in enumerate(results) if id(y) in places})
             return [y for i, y in enumerate(results) if i not in passed]
@@ -326,28 +326,28 @@ class Step:
         )
 
     def computed(
-        self, operands: Operands, sizes: Any, names: Sequence[str] | None = None
+        self, leaves: Sequence[Any], tree: Any, names: Sequence[str] | None = None
     ) -> tuple[list[Any], list[Any]]:
         """Quantizes, then multiplies.
 
         Args:
-          operands: of the call.
-          sizes: of groups, or None.
+          leaves: of operands and of the sizes of groups.
+          tree: the structure of both.
           names: the implementations of the products, all of which multiply floats; None: products
             read codes, and the lowering of each decides.
         """
-        none = [(False, False)] * len(operands)
+        operands, sizes = tree.unflatten(leaves)
+        codes = [(False, False)] * len(operands)
+        as_floats = self._may_be_floats(operands) if names else codes
         forms: list[Any] = [
             operand if isinstance(operand, tuple) else operand.forms(floats)
-            for operand, floats in zip(
-                operands, self._may_be_floats(operands) if names else none, strict=True
-            )
+            for operand, floats in zip(operands, as_floats, strict=True)
         ]
-        products = []
-        for i, one in enumerate(self.multiplications):
-            one = one._replace(implementation=names[i]) if names else one
-            products.append(multiplied(one.of(forms, sizes)))
-        return products, [forms[i][f] for i, f in self.kept]
+        contractions = [
+            one._replace(implementation=names[i] if names else one.implementation).of(forms, sizes)
+            for i, one in enumerate(self.multiplications)
+        ]
+        return [*map(multiplied, contractions)], [forms[i][f] for i, f in self.kept]
 
     def of_floats(self, tree: Any, passed: Sequence[int], names: Sequence[str]) -> Callable:
         """`computed` by implementations of these names, of leaves of (operands, sizes).
@@ -356,8 +356,7 @@ class Step:
         """
 
         def run(*leaves: Any) -> list[Any]:
-            operands, sizes = tree.unflatten(leaves)
-            results = jax.tree.leaves(self.computed(operands, sizes, names))
+            results = jax.tree.leaves(self.computed(leaves, tree, names))
             return [y for i, y in enumerate(results) if i not in passed]
 
         return run

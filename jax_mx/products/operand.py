@@ -257,9 +257,9 @@ class Unquantized:
         name: str = "rhs",
         wanted: tuple[bool, bool] = (True, True),
     ) -> Unquantized:
-        """The operand of a dense product, of floats as its caller has them."""
+        """The operand of a dense product, of arranged floats."""
         options: dict[str, Any] = {"axis": side.axis, "wanted": wanted, "pads": side.pads}
-        return cls(side.arranged(x), recipe, name=name, **options)
+        return cls(x, recipe, name=name, **options)
 
     @property
     def uses(self) -> tuple[Use | None, Use | None]:
@@ -515,34 +515,41 @@ def _in_floats(x: Any) -> Any:
     return floats_of(x) if isinstance(x, MXArray) else x
 
 
-def operand_for(
-    side: Arrangement | None,
-    x: Any,
-    quantized: Any,
-    recipe: Any,
-    name: str,
-    wanted: tuple[bool, bool],
-) -> Any:
-    """An operand of a product: its floats as they are to be quantized, or its forms.
+def weight_forms(floats: Any, quantized: Any, recipe: Any, dgrad: bool) -> Any:
+    """The forms of a weight of groups: for the forward product, for the gradient of lhs.
 
     Args:
-      side: how it is arranged; None for a weight of groups, (G, K, N), or frozen (G, N, K), too.
-      x: floats, or None.
+      floats: (G, K, N), or None.
+      quantized: a frozen `MXArray`, (G, K, N) or (G, N, K); or both forms; or None.
+      recipe: of floats.
+      dgrad: whether the second one is wanted.
+    """
+    if isinstance(quantized, MXArray):
+        at = quantized.axis if len(quantized.block) == 1 else -2
+        return ProductOperand(quantized, at), ProductOperand(quantized, -3 - at)
+    if quantized is not None:
+        return quantized
+    return Unquantized(floats, recipe, name="rhs", axis=-2, wanted=(True, dgrad)).forms()
+
+
+def operand_for(
+    side: Arrangement, x: Any, quantized: Any, recipe: Any, name: str, wanted: tuple[bool, bool]
+) -> Any:
+    """An operand of a dense product: its floats as they are to be quantized, or its forms.
+
+    Args:
+      side: how it is arranged.
+      x: floats, arranged where nothing is quantized already; or None.
       quantized: an `MXArray`, both forms, or None.
       recipe: of floats.
       name: "lhs" or "rhs".
       wanted: whether each of both forms is needed.
     """
     if isinstance(quantized, MXArray):
-        if side is not None:
-            array, axis = _arranged_mx(side, quantized), side.axis
-        else:
-            array, axis = quantized, quantized.axis if len(quantized.block) == 1 else -2
-        return ProductOperand(array, axis), ProductOperand(array, -3 - axis)
+        form = ProductOperand(_arranged_mx(side, quantized), side.axis)
+        return form, dataclasses.replace(form, axis=-3 - side.axis)
     if quantized is not None:
         return quantized
-    if side is None:
-        return Unquantized(x, recipe, name=name, axis=-2, wanted=wanted).forms()
     return Unquantized.of(side, x, recipe, name, wanted)
 
 

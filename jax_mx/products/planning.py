@@ -23,10 +23,10 @@ from jax_mx.products.arguments import (
     sizes_of,
     weight_of,
 )
-from jax_mx.products.auto import Sizes, grouped_recipe, resolved
+from jax_mx.products.auto import Sizes, grouped_recipe, recipe_beside, resolved
 from jax_mx.products.implementations import named
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.products.recipes import Recipe, check_frozen, recipe_beside
+from jax_mx.products.recipes import Recipe, check_frozen
 from jax_mx.quantizing.mxarray import MXArray
 
 # ---- dense products ---

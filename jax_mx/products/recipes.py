@@ -248,7 +248,7 @@ class Recipe(Value):
         Args:
           operand: "lhs" (forward and wgrad), "rhs" (forward and dgrad), "gradient" (dgrad, wgrad).
         """
-        first, second = _USES[operand]
+        first, second = USES[operand]
         return self._use(operand, first), self._use(operand, second)
 
     def blocks(self, operand: str) -> BlockRule:
@@ -302,7 +302,7 @@ class Recipe(Value):
     def _has_squares(self) -> bool:
         """Whether blocks of rhs are square: asked for, or as its window is a tile."""
         asked = block_of("Recipe", self.block)
-        windows = [self.window_in(product, "rhs") for product in _USES["rhs"]]
+        windows = [self.window_in(product, "rhs") for product in USES["rhs"]]
         return max(len(blocks_in("Recipe", window, asked)) for window in windows) > 1
 
     @property
@@ -368,7 +368,7 @@ class Recipe(Value):
         contracted, batched = dimensions(op, w.ndim, contracting, batch)
         check_contracted(op, w.shape, contracted, self.units.forward)
         side = arrangement_of(w.shape, contracted, batched, self.units.dgrad)
-        first, second = Unquantized.of(side, jax.lax.stop_gradient(w), self).forms()
+        first, second = Unquantized.of(side, side.arranged(jax.lax.stop_gradient(w)), self).forms()
         if flag(op, "dequantized", dequantized):
             first, second = dequantized_forms(first, second)
         plain = dataclasses.replace(self, chosen=None, weight="rhs")
@@ -434,36 +434,6 @@ def _product(name: str, value: Any) -> Product:
     )
 
 
-def recipe_beside(op: str, name: str, w: Any, recipe: Recipe) -> Recipe:
-    """The recipe of a product with this weight.
-
-    Whatever is multiplied with a `QuantizedWeight` is rotated as that was: the signs are its own.
-
-    Raises:
-      ValueError: the weight was quantized by a recipe of another format, rule or transform.
-    """
-    if not isinstance(w, QuantizedWeight):
-        return recipe
-    if jax.tree.structure(_of_codes(w.recipe)) != jax.tree.structure(_of_codes(recipe)):
-        raise ValueError(f"{op}: {name} was quantized by another recipe than this product's")
-    turned = {
-        product: dataclasses.replace(
-            getattr(recipe, product), hadamard=getattr(w.recipe, product).hadamard
-        )
-        for product in _USES["rhs"]
-    }
-    return dataclasses.replace(recipe, **turned)
-
-
-def _of_codes(recipe: Recipe) -> Recipe:
-    """The part of a recipe that codes follow from: not how tensor cores add up."""
-    products = {
-        name: dataclasses.replace(getattr(recipe, name), fast_accumulation=False)
-        for name in PRODUCTS
-    }
-    return dataclasses.replace(recipe, **products)
-
-
 def dimensions(
     op: str, ndim: int, contracting: int | Sequence[int], batch: int | Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -495,7 +465,7 @@ def dimensions(
 
 PRODUCTS = ("forward", "dgrad", "wgrad")
 # The products that take each operand, first along its contracted, then along its free axis.
-_USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": ("dgrad", "wgrad")}
+USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": ("dgrad", "wgrad")}
 
 # arXiv 2506.08027 v2, TransformerEngine's MXFP8BlockScaling. E5M2 gradients diverged at 8B
 # parameters: NVIDIA-NeMo/Megatron-Bridge#638.

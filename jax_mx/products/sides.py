@@ -6,45 +6,15 @@ import dataclasses
 from typing import Any, NamedTuple, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from jax_mx.formats.arrangements import Arrangement, Arrangements
-from jax_mx.formats.formats import BLOCK
-from jax_mx.formats.sharding import is_explicit, names_in, resharded, shards_of, spec_of, unsplit
+from jax_mx.formats.arrangements import Arrangement, Arrangements, spec_in
+from jax_mx.formats.sharding import is_explicit, spec_of
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import QuantizedWeight
-from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.mxarray import FROZEN, MXArray
 
 Pair = tuple[Any, Any]  # floats that gradients reach, and what is quantized already
-
-
-# ---- derivatives of derivatives ---
-once_derived_p = Primitive("mx_once_derived")  # the identity of the first operand
-once_derived_p.def_abstract_eval(lambda x, *_, op: x)
-once_derived_p.def_impl(lambda x, *_, op: x)
-mlir.register_lowering(once_derived_p, lambda _, x, *__, op: [x])
-batching.primitive_batchers[once_derived_p] = lambda args, dims, *, op: (
-    once_derived_p.bind(*args, op=op),
-    dims[0],
-)
-ad.primitive_jvps[once_derived_p] = lambda *_, op: derivatives.no_second(op)
-
-
-def once_derived(op: str, x: Any, *others: Any) -> jax.Array:
-    """The function returns x, and raises in any second derivative, by `others` too.
-
-    Codes carry no derivative, so a second derivative would silently lack a part. The forward pass
-    keeps a `MARK` that its inputs guard. The backward pass guards its gradient by that `MARK`. JAX
-    deletes a guard without a reader; the kept `MARK` is one.
-    """
-    return once_derived_p.bind(x, *jax.tree.leaves(others), op=op)
-
-
-MARK = np.zeros((), bool)
 
 
 def values_of(op: str, args: Any, quantized: Any) -> Any:
@@ -111,54 +81,6 @@ def keeps_rows(rhs: Any, recipe: Any) -> bool:
     return recipe.blocks("rhs").square
 
 
-def gathered_for(lhs: Any, rhs: Any, layout: Arrangements, recipe: Any, placed: bool) -> Any:
-    """The weights, gathered over each mesh axis that also splits rows of lhs: FSDP.
-
-    One gather of floats replaces a gather for each direction. Where products read codes of both,
-    which devices share by a rule (splitting.py), codes move instead, a byte an element.
-
-    Args:
-      lhs: the activations.
-      rhs: the weights; what is quantized already stays as it is.
-      layout: of the product.
-      recipe: of the weights; None: they are gathered as floats.
-      placed: whether the caller says how the result is split. Otherwise `jax.lax.dot_general`
-        refuses such splits of columns, and the product keeps them.
-    """
-    if not isinstance(rhs, jax.Array):
-        return rhs
-    mesh: Any = jax.typeof(rhs).sharding.mesh
-    if not is_explicit(mesh):
-        return rhs
-    uses = [] if recipe is None or mesh.manual_axes else recipe.uses("rhs")
-    if uses and all(use.format is not None and use.window != BLOCK for use in uses):
-        return rhs
-    lhs = lhs.values if isinstance(lhs, MXArray) else lhs
-    rows = {name for axis in layout.lhs.free_dims for name in shards_of(lhs, axis)[0]}
-    free = () if placed else layout.rhs.free_dims
-    return unsplit(rhs, rows, [axis for axis in range(rhs.ndim) if axis not in free])
-
-
-def gathered_once(layout: Arrangements, dy: Any, lhs: Side | None, rhs: Side | None) -> jax.Array:
-    """The result's gradient without splits over mesh axes that split what is contracted.
-
-    Such a result was scattered. Here it is one gather of floats, else one for each direction. An
-    axis that splits rows of lhs, too, is FSDP's: it scattered nothing.
-    """
-    if not is_explicit(jax.typeof(dy).sharding.mesh):
-        return dy
-    names = {
-        name
-        for side, arrangement in ((lhs, layout.lhs), (rhs, layout.rhs))
-        if side is not None
-        for axis in arrangement.contracted_dims
-        for name in names_in(side.spec[axis])
-    }
-    if lhs is not None:
-        names -= {name for axis in layout.lhs.free_dims for name in names_in(lhs.spec[axis])}
-    return unsplit(dy, names, range(dy.ndim))
-
-
 # ---- the three products of a layer ---
 class Static(NamedTuple):
     """The static part of a product.
@@ -198,11 +120,6 @@ class Static(NamedTuple):
         return Multiplication(lhs, rhs, dtype or self.dtype, **shared, **options)
 
     @property
-    def weight(self) -> Arrangement | None:
-        """How rhs is arranged; None for a product over groups."""
-        return None if self.layout is None else self.layout.rhs
-
-    @property
     def arranged(self) -> Arrangements:
         """How operands of a dense product are arranged."""
         return cast(Arrangements, self.layout)
@@ -212,7 +129,7 @@ class Static(NamedTuple):
         layout, spec = self.arranged, None
         if self.out_sharding is not None:
             ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
-            spec = layout.result_spec(_spec_in(self.out_sharding, ndim))
+            spec = layout.result_spec(spec_in(self.out_sharding, ndim))
         return self.multiplication(lhs, rhs, spec=spec, fast="forward" in self.fast)
 
     @property
@@ -221,10 +138,6 @@ class Static(NamedTuple):
         if self.layout is None:
             return self
         return self._replace(layout=self.layout.unpadded(self.keeps_rows))
-
-    def result(self, y: jax.Array) -> jax.Array:
-        """The dense product as its caller wants it, without zero rows."""
-        return placed(self.arranged.result(y), self.out_sharding)
 
     def dgrad(
         self,
@@ -242,11 +155,6 @@ class Static(NamedTuple):
         if like is not None:
             options["like"] = (*like, -2)
         return self.multiplication(gradient, rhs, lhs.dtype, **options)
-
-    def lhs_gradient(self, dx: jax.Array, lhs: Side) -> jax.Array:
-        """The result of `dgrad`, arranged as the caller's lhs."""
-        side = self.arranged.lhs
-        return side.restored(jnp.swapaxes(dx, -1, -2) if side.swapped else dx, lhs.spec)
 
     def wgrad(
         self,
@@ -269,26 +177,3 @@ class Static(NamedTuple):
         if like is not None:
             options["like"] = (*like, -1 if layout.rhs.swapped else -2)
         return self.multiplication(*order, rhs.dtype, **options)
-
-    def rhs_gradient(self, dw: jax.Array, rhs: Side) -> jax.Array:
-        """The result of `wgrad`, arranged as the caller's rhs."""
-        return self.arranged.rhs.restored(dw, rhs.spec)
-
-
-def placed(y: jax.Array, out_sharding: Any) -> jax.Array:
-    """y split as its caller wants it, if he says it; on explicit meshes and automatic ones."""
-    if out_sharding is None:
-        return y
-    mesh: Any = jax.typeof(y).sharding.mesh
-    if mesh.empty:  # operands that no mesh is known of
-        mesh = getattr(out_sharding, "mesh", jax.sharding.get_abstract_mesh())
-    if not is_explicit(mesh):
-        return jax.lax.with_sharding_constraint(y, out_sharding)
-    return resharded(y, _spec_in(out_sharding, y.ndim), mesh)
-
-
-def _spec_in(out_sharding: Any, ndim: int) -> tuple:
-    """The partition spec that a caller gives, by itself or with a mesh, an entry a dimension."""
-    is_named = isinstance(out_sharding, jax.sharding.NamedSharding)
-    spec = out_sharding.spec if is_named else out_sharding
-    return (*spec, *[None] * (ndim - len(spec)))

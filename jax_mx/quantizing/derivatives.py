@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -65,6 +66,30 @@ ad.primitive_transposes[reverse_only_p] = lambda dy, _, **__: [dy]
 # ---- a linear function that is known by its transpose ---
 linear_p = Primitive("mx_linear")
 linear_p.multiple_results = True
+
+
+once_derived_p = Primitive("mx_once_derived")  # the identity of the first operand
+once_derived_p.def_abstract_eval(lambda x, *_, op: x)
+once_derived_p.def_impl(lambda x, *_, op: x)
+mlir.register_lowering(once_derived_p, lambda _, x, *__, op: [x])
+batching.primitive_batchers[once_derived_p] = lambda args, dims, *, op: (
+    once_derived_p.bind(*args, op=op),
+    dims[0],
+)
+ad.primitive_jvps[once_derived_p] = lambda *_, op: no_second(op)
+
+
+def once_derived(op: str, x: Any, *others: Any) -> jax.Array:
+    """The function returns x, and raises in any second derivative, by `others` too.
+
+    Codes carry no derivative, so a second derivative would silently lack a part. The forward pass
+    keeps a `MARK` that its inputs guard. The backward pass guards its gradient by that `MARK`. JAX
+    deletes a guard without a reader; the kept `MARK` is one.
+    """
+    return once_derived_p.bind(x, *jax.tree.leaves(others), op=op)
+
+
+MARK = np.zeros((), bool)
 
 
 def linear(
