@@ -40,9 +40,9 @@ from jax_mx.products import (
     contraction,
     decide,
     implementations,
-    kernel_plans,
     kernels,
     operand,
+    primitives,
     recipes,
 )
 from jax_mx.products.arguments import is_exact
@@ -1030,7 +1030,7 @@ def test_the_kernel_that_runs_is_the_one_that_was_asked_for(x, w, block, name, m
     (product,) = served.kernels
     assert product.name == f"matmul_mxfp8_e4m3_{name}"
     took, y = [], jnp.zeros((x.shape[0], w.size // 64))
-    monkeypatch.setattr(kernel_plans, "by_plan", lambda plan, *_: took.append(plan) or y)
+    monkeypatch.setattr(primitives, "by_plan", lambda plan, *_: took.append(plan) or y)
     run = lambda x, w: kernels.run(Contraction(numbers, x, w), served)  # noqa: E731
     assert jax.eval_shape(run, x, w).shape == y.shape
     assert [plan.product("cutedsl").name for plan in took] == [product.name]
