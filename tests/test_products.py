@@ -885,7 +885,7 @@ def test_products_have_windows_of_their_own(monkeypatch):
 
 def test_a_product_of_an_older_program_has_no_window():
     """Static fields that a serialized recipe lacks have their defaults."""
-    assert recipes._from_json(Product, b"[null]") == (None, None)
+    assert recipes._from_json(Product, b"[null]") == (None, None, False)
     assert recipes._from_json(Recipe, json.dumps(["mxfp8_e4m3"] * 3).encode())[3:] == (
         jax_mx.RCEIL, 32, 32, None, None, "rhs"
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Plans of products: kernels that multiply operands as they lie. `primitives.by_plan` calls them.
+"""Plans of products: the kernels that multiply operands as they lie. primitives.py calls them.
 
 Four ops. "matmul" has floats and an MX array, "matmul_fp8" two MX arrays on FP8 tensor cores.
 "wgrad" (floats) and "wgrad_fp8" (MX arrays) contract rows, for a weight's gradient. Codes and
