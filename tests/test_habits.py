@@ -290,7 +290,7 @@ PATHS: dict[str, tuple[Callable[..., jax.Array], list[tuple[int, ...]], int, int
     "ragged_dot": (
         lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 174, 40
     ),
-    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 311, 66),
+    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 308, 63),
     "moe": (
         lambda x, a, b: jax_mx.moe(x, ONE, np.ones((64, 1), np.float32), a, b),
         [(64, 96), (2, 96, 128), (2, 64, 96)], 364, 85,

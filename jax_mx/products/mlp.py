@@ -284,7 +284,8 @@ def _layout(
     layout = arrangements_of(
         op, jax.ShapeDtypeStruct(lhs, dtype), w, numbers, recipe.units, keep_rows
     )
-    check_quantized(op, name, w, layout.rhs)
+    if isinstance(w, MXArray | QuantizedWeight):
+        check_quantized(op, name, w, layout.rhs)
     if isinstance(w, MXArray):
         layout = Arrangements(layout.lhs, layout.rhs._replace(unit=1))
     return layout
