@@ -37,7 +37,7 @@ from jax_mx import Recipe
 
 OURS: Mapping[str, Recipe | str] = {
     "auto": "auto",
-    "fast": "mxfp8_fast",
+    "fast": "mxfp8_rows_fast",
     "rows": Recipe(window="row"),
     "w256": Recipe(window=256),
     "tiles": Recipe(window=256, weight_window=(128, 128)),

@@ -52,9 +52,9 @@ from jax_mx.products.ragged_dot import ragged_dot as ragged_dot
 from jax_mx.products.recipes import BF16 as BF16
 from jax_mx.products.recipes import MXFP4 as MXFP4
 from jax_mx.products.recipes import MXFP8 as MXFP8
-from jax_mx.products.recipes import MXFP8_FAST as MXFP8_FAST
 from jax_mx.products.recipes import MXFP8_HYBRID as MXFP8_HYBRID
 from jax_mx.products.recipes import MXFP8_ROWS as MXFP8_ROWS
+from jax_mx.products.recipes import MXFP8_ROWS_FAST as MXFP8_ROWS_FAST
 from jax_mx.products.recipes import MXFP8_WINDOWS as MXFP8_WINDOWS
 from jax_mx.products.recipes import Product as Product
 from jax_mx.products.recipes import Recipe as Recipe

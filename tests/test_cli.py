@@ -24,9 +24,9 @@ from safetensors.numpy import save_file
 import jax_mx
 from jax_mx.command import here, multiplying, output, plain, ran, samples, tensors
 from jax_mx.command import report as cli
+from jax_mx.formats import reads
 from jax_mx.launch import store
 from jax_mx.launch.chips import ARCHS
-from jax_mx.products import tcgen05
 from jax_mx.quantizing.registry import Support
 from jax_mx.shipping import verified
 from jax_mx.shipping.shipped import SHIPPED
@@ -615,12 +615,12 @@ def test_emulated(arch, good, capsys):
 
 
 def test_the_command_says_what_a_newer_jax_brings(monkeypatch):
-    monkeypatch.setattr(tcgen05, "VERSION", (99, 1))
+    monkeypatch.setattr(reads, "VERSION", (99, 1))
     monkeypatch.setattr(multiplying, "ARCHS", {"cutedsl": {"sm_100f": ARCHS["cutedsl"]["sm_100f"]}})
     facts = multiplying.multiplying()
     wants = (
         f"sm_100f: 'tcgen05' wants JAX 99.1, this is {jax.__version__}; install it or a newer one."
     )
     assert multiplying.lacking(facts) == [wants]
-    monkeypatch.setattr(tcgen05, "VERSION", (0,))
+    monkeypatch.setattr(reads, "VERSION", (0,))
     assert multiplying.lacking(multiplying.multiplying()) == []

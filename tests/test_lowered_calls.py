@@ -363,7 +363,7 @@ OWN_RECIPES = {
     "backward": jax_mx.mxfp4_backward,  # takes a key
 }
 EVERY_RECIPE = {**RECIPES, **OWN_RECIPES}
-ROWS = ("row", "mxfp8_rows", "mxfp8_fast")  # whose windows groups do not have
+ROWS = ("row", "mxfp8_rows", "mxfp8_rows_fast")  # whose windows groups do not have
 ARCHS = {"sm_90a": "cuda", "sm_100f": "cuda", "gfx942": "rocm", "gfx950": "rocm"}
 BOTH = "export"  # a program for all of them
 

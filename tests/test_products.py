@@ -1210,7 +1210,7 @@ def test_mxfp4_backward_has_the_forward_product_of_mxfp8_and_gradients_right_in_
 
 
 def test_fast_accumulation_reaches_its_kernel(monkeypatch):
-    """The forward product's in `MXFP8_FAST`, others' where a recipe says so."""
+    """The forward product's in `MXFP8_ROWS_FAST`, others' where a recipe says so."""
     x, w = jnp.ones((256, 512), jnp.bfloat16), jnp.ones((512, 256), jnp.bfloat16)
     products = []
 
@@ -1235,7 +1235,7 @@ def test_fast_accumulation_reaches_its_kernel(monkeypatch):
 
     fast = Product(fast_accumulation=True)
     assert fast_of(jax_mx.MXFP8_ROWS) == [False] * 3
-    assert fast_of("mxfp8_fast") == [False, False, True]
+    assert fast_of("mxfp8_rows_fast") == [False, False, True]
     assert fast_of(Recipe(window="row", dgrad=fast, wgrad=fast)) == [False, True, True]
     assert fast_of(Recipe(lhs="mxfp8_e5m2", window="row", forward=fast)) == [False] * 3
     with pytest.raises(ValueError, match="fast_accumulation is of what is quantized"):

@@ -287,7 +287,7 @@ NO_CALLS = {
     *("DISABLE_EXPORT_CHECKS", "CEIL", "EVEN", "FLOOR", "RCEIL", "ROW_MAJOR", "ROW_MAJOR_VALUES"),
     *("BLOCKED_128X4", "SHUFFLED_16X16", "SHUFFLED_32X8"),
     *(name.upper() for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3")),
-    *("MXFP4_E2M1", "MXFP4", "MXFP8", "MXFP8_ROWS", "MXFP8_FAST", "MXFP8_WINDOWS"),
+    *("MXFP4_E2M1", "MXFP4", "MXFP8", "MXFP8_ROWS", "MXFP8_ROWS_FAST", "MXFP8_WINDOWS"),
     "MXFP8_HYBRID",
     *("BF16", "Product", "mxfp4_backward"),
     *("autotune", "explain", "Choice", "Explanation", "Candidate"),  # of traces, no arrays

@@ -170,7 +170,7 @@ class Recipe(Value):
     - `MXFP8`: E4M3 everywhere, scales rounded up.
     - `MXFP8_ROWS`: `MXFP8` for Hopper's FP8 tensor cores, whose sums want one scale. Elements of a
       row share an amax, in wgrad the rows that a device holds.
-    - `MXFP8_FAST`: `MXFP8_ROWS`, and tensor cores add up all of the forward product's sums.
+    - `MXFP8_ROWS_FAST`: `MXFP8_ROWS`, and tensor cores add up all of the forward product's sums.
     - `MXFP8_WINDOWS`: `MXFP8` for experts on Hopper, whose rows are a group's: 256 elements share
       an amax.
     - `MXFP8_HYBRID`: E5M2 for gradients, E4M3 for the rest.
@@ -485,7 +485,7 @@ USES = {"lhs": ("forward", "wgrad"), "rhs": ("forward", "dgrad"), "gradient": ("
 MXFP8 = Recipe()
 # Sums over tokens run over rows that a device holds, so no amax crosses devices that split tokens.
 MXFP8_ROWS = Recipe(window=ROW, wgrad=Product(window=SHARD))
-MXFP8_FAST = dataclasses.replace(MXFP8_ROWS, forward=Product(fast_accumulation=True))
+MXFP8_ROWS_FAST = dataclasses.replace(MXFP8_ROWS, forward=Product(fast_accumulation=True))
 MXFP8_WINDOWS = Recipe(window=256)
 # TransformerEngine's Format.HYBRID.
 MXFP8_HYBRID = Recipe(gradient=MXFP8_E5M2)
@@ -520,7 +520,7 @@ AS_THEY_ARE = Recipe(forward=FLOATS, dgrad=FLOATS, wgrad=FLOATS)
 RECIPES = {
     "mxfp8": MXFP8,
     "mxfp8_rows": MXFP8_ROWS,
-    "mxfp8_fast": MXFP8_FAST,
+    "mxfp8_rows_fast": MXFP8_ROWS_FAST,
     "mxfp8_windows": MXFP8_WINDOWS,
     "mxfp8_hybrid": MXFP8_HYBRID,
     "mxfp4": MXFP4,

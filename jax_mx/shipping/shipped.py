@@ -75,8 +75,13 @@ def ships(variant: Variant) -> bool:
 
 
 def product_ships(product: ProductKernel) -> bool:
-    """Whether a kernel of products is on the list: of parts that of weights and activations."""
-    return not product.parted or {*product.formats} == {MXFP8_E4M3}
+    """Whether a kernel of products is on the list: of parts that of weights and activations.
+
+    No recipe multiplies E5M2, which gradients have, by E5M2.
+    """
+    formats = {*product.formats}
+    is_of_gradients = len(product.formats) == 2 and formats == {MXFP8_E5M2}
+    return not is_of_gradients and (not product.parted or formats == {MXFP8_E4M3})
 
 
 SHIPPED: tuple[Variant, ...] = tuple(filter(ships, existing()))
