@@ -79,8 +79,8 @@ def dot_general(
         of lhs with a `QuantizedWeight`.
       recipe: a `Recipe`, or the name of one: "mxfp8", "mxfp8_rows", "mxfp8_rows_fast",
         "mxfp8_windows", "mxfp8_hybrid", "mxfp4" or "bf16"; or "auto", the fastest known recipe on
-        the chips of the trace, see [training](training.md#the-default-recipe). "floats" switches MX off:
-        jax.lax.dot_general multiplies floats, to which it dequantizes an `MXArray`.
+        the chips of the trace, see [training](training.md#the-default-recipe). "floats" switches MX
+        off: jax.lax.dot_general multiplies floats, to which it dequantizes an `MXArray`.
       out_sharding: of the result, see jax.lax.dot_general.
       implementation: of all three products; None takes the fastest one that is measured or known.
         "xla" is plain and runs everywhere. "dequantize" uses our kernels, then jax.lax.dot_general;
