@@ -27,11 +27,19 @@ from typing import Any
 
 import jax
 
-from jax_mx.launch import _ffi, compiler, files, toolchains
+from jax_mx.launch import compiler, files, toolchains
 from jax_mx.launch.binary import Binary
 from jax_mx.launch.chips import ARCHS, arch_of
 from jax_mx.launch.content import key_of
 from jax_mx.launch.rule import Launch
+
+try:
+    from jax_mx.launch import _ffi
+except ImportError as error:
+    raise ImportError(
+        "jax_mx has no compiled part here (jax_mx/launch/_ffi). In the source's folder Python "
+        "finds the source before what is installed: run it elsewhere, or pip install -e ."
+    ) from error
 
 TARGET = "jax_mx_launch"
 BINARIES = Path(__file__).parents[1] / "binaries"
