@@ -616,6 +616,7 @@ class WholeRows(Windows):
     early = True
     promoted = 256
     copies = 2
+    squares = ((0, 0), (1, 0))  # a warpgroup's: which 64 of the rows, which 128 of its columns
     # A 1 that the compiler does not know: it would add where the tensor cores still write.
     one_at = HEAD * 3 // 4
 
@@ -655,15 +656,17 @@ class WholeRows(Windows):
         slot = number % self.copies
         shift = slot * (self.floats * 4)
         cute.arch.mbarrier_wait(first + slot, number // self.copies % 2)
-        for h in range_constexpr(self.halves):
-            self.load_rows(at_x + shift, left, h)
+        for s in range_constexpr(len(self.squares)):
+            h, part = self.squares[s]
+            if const_expr(s == 0 or h != self.squares[s - 1][0]):
+                self.load_rows(at_x + shift, left, h)
             for eighth in range_constexpr(8):
-                self.load_columns(at_w + shift, right, eighth)
+                self.load_columns(at_w + part * (16 * PITCH) + shift, right, eighth)
                 for c in range_constexpr(2 * eighth, 2 * eighth + 2):
                     for r in range_constexpr(2):
                         for e in range_constexpr(2):
                             i: cutlass.Constexpr = 4 * c + 2 * r + e
-                            sums[i, h] = sums[i, h] * left[r] * right[c % 2 * 2 + e]
+                            sums[i, s] = sums[i, s] * left[r] * right[c % 2 * 2 + e]
         self.arrive(first + self.copies + slot)
 
 
@@ -676,6 +679,7 @@ class FastRows(WholeRows):
     """
 
     promoted = LINE
+    squares = ((0, 0), (0, 1))
 
     def __init__(self, product: ProductKernel, arch: str, tile: Fp8Stages | None = None):
         super().__init__(product, arch, tile)
@@ -707,6 +711,9 @@ class FastRows(WholeRows):
         tB = mma.make_fragment_B(thread.partition_B(sW))
         sums = cute.make_rmem_tensor(mma.partition_shape_C((64, self.columns)), Float32)
         flat = cute.make_tensor(sums.iterator, cute.make_layout(self.columns // 2))
+        squares = cute.make_tensor(sums.iterator, cute.make_layout((64, len(self.squares))))
+        left = cute.make_rmem_tensor(2, Float32)
+        right = cute.make_rmem_tensor(4, Float32)
         my_row = mine * 64 + warp % 4 * 16 + g
         at_x = base.toint() + self.scales_at + my_row * 4
         at_w = base.toint() + self.scales_at + self.rows * 4 + q * (PITCH * 4)
@@ -728,7 +735,7 @@ class FastRows(WholeRows):
             warpgroup.wait_group(0)
             self.give_back(empty + before)
             number = (index - cluster) // clusters
-            self.scale_all(flat, at_x, at_w, empty + stages, number)
+            self.scale(squares, left, right, at_x, at_w, empty + stages, number)
             row, end, n0 = self.place(index, at, across, t, width)
             first = self.before(at, t, width)
             operands: cutlass.Constexpr = dict(zip(self.epilogue, rest, strict=True))
@@ -747,25 +754,6 @@ class FastRows(WholeRows):
             index += clusters
             at = self.seek(index, at, sizes, length, groups, across)
         self.clear(y, rest[-1], at[2], t, width, result, bid, grid, tid, 256)
-
-    @cute.jit
-    def scale_all(self, flat, at_x: Int32, at_w: Int32, first, number: Int32):
-        """The sums of tile `number` of this thread block, by its scales; see `WholeRows.scale`."""
-        slot = number % self.copies
-        shift = slot * (self.floats * 4)
-        left = cute.make_rmem_tensor(2, Float32)
-        right = cute.make_rmem_tensor(4, Float32)
-        cute.arch.mbarrier_wait(first + slot, number // self.copies % 2)
-        self.load_rows(at_x + shift, left, 0)
-        for sixteen in range_constexpr(self.columns // 16):
-            part: cutlass.Constexpr = sixteen // 8
-            self.load_columns(at_w + part * (16 * PITCH) + shift, right, sixteen % 8)
-            for c in range_constexpr(2 * sixteen, 2 * sixteen + 2):
-                for r in range_constexpr(2):
-                    for e in range_constexpr(2):
-                        i: cutlass.Constexpr = 4 * c + 2 * r + e
-                        flat[i] = flat[i] * left[r] * right[c % 2 * 2 + e]
-        self.arrive(first + self.copies + slot)
 
 
 def entries(product: ProductKernel, arch: str, tile: Fp8Stages | None = None) -> list[ProductEntry]:
