@@ -343,22 +343,21 @@ class InPlace(Moves):
         self, product: Static, operands: tuple[Any, Any] | None, place: Any
     ) -> Multiplication:
         """See `Moves`."""
+        forward = product.forward((0, 0), (1, 0))
         if operands is None:
-            return product.forward((0, 0), (1, 0))
+            return forward
         (x, _), (w, axis) = map(_array_of, operands)
-        spec = _spec_between(spec_of(x)[:-1], spec_of(w)[-3 - axis])
-        fast = "forward" in product.fast
-        return product.multiplication((0, 0), (1, 0), spec=spec, fast=fast)
+        return forward._replace(spec=_spec_between(spec_of(x)[:-1], spec_of(w)[-3 - axis]))
 
     def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
         """See `Moves`."""
-        gradient, weight, like = forms
-        return product.dgrad(gradient, weight, rows, like)
+        gradient, weight, split_form = forms
+        return product.dgrad(gradient, weight, rows, split_form)
 
     def wgrad(self, product: Static, forms: FormNumbers, w: Side, place: Any) -> Multiplication:
         """See `Moves`."""
-        rows, gradient, like = forms
-        return product.wgrad(rows, gradient, w, like)
+        rows, gradient, split_form = forms
+        return product.wgrad(rows, gradient, w, split_form)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""
