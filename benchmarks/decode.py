@@ -87,13 +87,15 @@ def scanned(
 ) -> Any:
     """`serve.forward`, where layers and caches are stacked."""
 
-    def layer(x: jax.Array, one: Any) -> Any:
+    def layer(tokens: Any, one: Any) -> Any:
         w, old = one
-        return serve.layer(config, w, old, x, start)
+        *tokens, cache = serve.layer(config, w, old, *tokens, start)
+        return tuple(tokens), cache
 
-    x, cache = jax.lax.scan(layer, model["embed_tokens"][tokens], (model["layers"], cache))
-    x = serve.norm(config, x[:, -1], model["norm"])
-    return serve.product(x, model["lm_head"]), cache
+    x = model["embed_tokens"][tokens]
+    tokens, cache = jax.lax.scan(layer, (x, jnp.zeros_like(x)), (model["layers"], cache))
+    last = [part[:, -1] for part in tokens]
+    return serve.normed_product(config, *last, model["norm"], model["lm_head"])[0], cache
 
 
 def stacked(layers: list[Any]) -> Any:

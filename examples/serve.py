@@ -32,6 +32,13 @@ def norm(config, x, weight):
     return (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
 
 
+def normed_product(config, x, more, weight, w):
+    """The product of the norm of x + more, and this sum: of a few tokens one kernel."""
+    if isinstance(w, jax_mx.MXArray):
+        return jax_mx.normed_matmul(x, more, weight, w, eps=config["rms_norm_eps"])
+    return product(norm(config, x + more, weight), w), x + more
+
+
 def rotated(x, positions, theta):
     """(B, S, heads, D) turned by their positions (S,)."""
     angles = positions[:, None, None] * theta ** -jnp.linspace(0, 1, x.shape[-1] // 2, False)
@@ -39,11 +46,14 @@ def rotated(x, positions, theta):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 
 
-def layer(config, w, cache, x, start):
-    """A layer of a prompt (B, S, width), or of a token at position `start`; and its cache."""
+def layer(config, w, cache, x, more, start):
+    """A layer of a prompt (B, S, width), or of a token at position `start`; and its cache.
+
+    Tokens are x + more, also those that it gives: the next product adds them.
+    """
     (b, s, _), heads, d = x.shape, config["num_attention_heads"], config["head_dim"]
     positions, theta = (start + jnp.arange(s)).astype(jnp.float32), config["rope_theta"]
-    qkv = product(norm(config, x, w["input_layernorm"]), w["self_attn.qkv_proj"])
+    qkv, x = normed_product(config, x, more, w["input_layernorm"], w["self_attn.qkv_proj"])
     qkv = qkv.reshape(b, s, -1, d)
     q, k, v = jnp.split(qkv, [heads, heads + config["num_key_value_heads"]], 2)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
@@ -51,18 +61,20 @@ def layer(config, w, cache, x, start):
     seen = {"is_causal": s > 1, "key_value_seq_lengths": jnp.full(b, start + s, jnp.int32)}
     q = rotated(q, positions, theta)
     y = jax.nn.dot_product_attention(q, *cache, **seen, implementation=ATTENTION)
-    x = x + product(y.reshape(b, s, -1), w["self_attn.o_proj"])
-    gate_up = product(norm(config, x, w["post_attention_layernorm"]), w["mlp.gate_up_proj"])
+    more, of_mlp = product(y.reshape(b, s, -1), w["self_attn.o_proj"]), w["mlp.gate_up_proj"]
+    gate_up, x = normed_product(config, x, more, w["post_attention_layernorm"], of_mlp)
     gate, up = jnp.split(gate_up, 2, -1)
-    return x + product(jax.nn.silu(gate) * up, w["mlp.down_proj"]), cache
+    return x, product(jax.nn.silu(gate) * up, w["mlp.down_proj"]), cache
 
 
 def forward(config, model, cache, tokens, start):
     """The logits behind the last of tokens (B, S) from position `start` on; and the cache."""
     x, cache = model["embed_tokens"][tokens], [*cache]
+    more = jnp.zeros_like(x)
     for i, w in enumerate(model["layers"]):
-        x, cache[i] = layer(config, w, cache[i], x, start)
-    return product(norm(config, x[:, -1], model["norm"]), model["lm_head"]), cache
+        x, more, cache[i] = layer(config, w, cache[i], x, more, start)
+    last = x[:, -1], more[:, -1]
+    return normed_product(config, *last, model["norm"], model["lm_head"])[0], cache
 
 
 def empty_cache(config, batch, length):

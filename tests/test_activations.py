@@ -36,6 +36,7 @@ from jax_mx.quantizing.facts.activations import ACTIVATIONS, GATED
 from jax_mx.quantizing.facts.variants import layouts_of
 from jax_mx.quantizing.sources.gated import GatedSource
 from jax_mx.quantizing.sources.gated_gradient import GradientSource
+from jax_mx.quantizing.sources.gated_pair import GatedPairSource
 from jax_mx.shipping.shipped import SHIPPED
 
 P = PartitionSpec
@@ -723,7 +724,12 @@ def test_shards(axis_type, operand):
 
 
 # ---- kernels ---
-HERE = [v for v in ACTIVE if arch_here() is None or arch_here() in ARCHS[v.implementation]]
+HERE = [
+    v
+    for v in SHIPPED
+    if isinstance(v.source, GatedSource | GradientSource | GatedPairSource)
+    and (arch_here() is None or arch_here() in ARCHS[v.implementation])
+]
 SHAPES = {
     "last": [(7, 96), (513, 4128), (129, 160), (1, 32)],
     "second": [(32, 1), (160, 257), (96, 7), (544, 72), (64, 1145)],
@@ -745,6 +751,9 @@ def fitting(variant, length: int) -> int:
 
 def made_by(variant, x, weights=None):
     """The activation that asks for a variant, and the floats that it quantizes."""
+    if isinstance(variant.source, GatedPairSource):
+        name = variant.source.activation
+        return jax_mx.Gated(name, weights, np.split(x, 2, -1)[1]), wanted(x, name, weights)
     name, turns = variant.source.activation, variant.source.interleaved
     if isinstance(variant.source, GatedSource):
         gated = jax_mx.Gated(name, weights, interleaved=turns)
@@ -817,8 +826,10 @@ def check(variant, x, **options):
     op = call(variant, variant.implementation, **options)
     gated, floats = made_by(variant, x)
     want = jax.block_until_ready(reference_of(variant, floats, **options))
+    is_pair = isinstance(variant.source, GatedPairSource)
+    x = np.split(x, 2, -1)[0] if is_pair else laid(variant, x)
     poison_memory()
-    got = jax.jit(lambda x, gated: op(x, activation=gated))(laid(variant, x), gated)
+    got = jax.jit(lambda x, gated: op(x, activation=gated))(x, gated)
     same(got, want, f"{x.shape} {options}")
 
 
