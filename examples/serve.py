@@ -33,8 +33,8 @@ def norm(config, x, weight):
 
 
 def normed_product(config, x, more, weight, w):
-    """The product of the norm of x + more, and this sum: of a few tokens one kernel."""
-    if isinstance(w, jax_mx.MXArray):
+    """The product of the norm of x + more, and this sum: of up to four tokens one kernel."""
+    if isinstance(w, jax_mx.MXArray) and x.size // x.shape[-1] <= 4:
         return jax_mx.normed_matmul(x, more, weight, w, eps=config["rms_norm_eps"])
     return product(norm(config, x + more, weight), w), x + more
 

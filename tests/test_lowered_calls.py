@@ -535,6 +535,29 @@ def test_programs_are_lowered_to_the_same_calls(name):
     assert events(CASES[name]) == golden()[name], "see python tests/test_lowered_calls.py"
 
 
+class Once(Walk):
+    """The products of a module, and the barriers behind them."""
+
+    def note(self, op: ir.Operation) -> None:
+        """Writes down a product or a barrier."""
+        if op.name == "stablehlo.optimization_barrier":
+            self.events.append("barrier")
+        super().note(op)
+        if not re.match("barrier|matmul|wgrad", self.events[-1] if self.events else ""):
+            del self.events[-1:]
+
+
+@pytest.mark.parametrize(("call", "recipe"), [("matmul", "row"), ("ragged", "128")])
+def test_xla_computes_a_product_once_that_a_scan_keeps(call, recipe):
+    """It would for itself and where it is kept; gradients of weights are only kept."""
+    run, avals, _ = program(Case(call, recipe))
+    with lowered_for("sm_90a"):
+        lowered = jax.jit(run).trace(*avals).lower(lowering_platforms=("cuda",))
+        order = [event.split("_")[0] for event in Once(lowered.compiler_ir("stablehlo")).events]
+    last = "matmul" if call == "matmul" else "wgrad"
+    assert order == ["matmul", "barrier", "matmul", "barrier", last]
+
+
 def test_the_file_has_these_cases():
     assert [*golden()] == [*CASES]
 
