@@ -27,6 +27,8 @@ _SOURCES = "quantizers --source"
 _MIXTURE = '"bf16, Pallas" "bf16, lax.ragged_dot" "auto, gather" "auto, rounds"'
 _LAYER = "--tokens 4096 16384 --ways 'mx, *' --cases 'dispatch, *' 'mxfp8, windows*'"
 _AUTO = 'auto "auto, mlp" "auto, mlp, once"'
+_FAST = '"fast, mlp, once"'
+_FSDP = f'bf16 {_AUTO} {_FAST} mxfp8 tensorwise flax "auto, explicit" "auto, shard_map"'
 # For each table how its file's name goes on behind the chip's, and what measures it. Where several
 # commands share a file, it is a list of rows, and those measured anew replace the earlier ones.
 COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -67,9 +69,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         '"mxfp8, forward in mxfp4" "mxfp8, dgrad in mxfp4" "mxfp8, wgrad in mxfp4"'),
     "moe_step_wide": ("_moe_step_wide",
         'moe_step --ways bf16 mxfp8 "mxfp8, windows of 256" "mxfp8, rows, experts 256"'),
-    "step": ("_step", f"step --ways bf16 {_AUTO} mxfp8 tensorwise flax"),
-    "step_kept": ("_step", f"step --checkpoint none --ways bf16 {_AUTO}"),
-    "step_70b": ("_step", f"step --layers 2 --width 8192 --inner 28672 --ways bf16 {_AUTO} flax"),
+    "step": ("_step", f"step --ways bf16 {_AUTO} {_FAST} mxfp8 tensorwise flax"),
+    "step_kept": ("_step", f"step --checkpoint none --ways bf16 {_AUTO} {_FAST}"),
+    "step_70b": ("_step",
+        f"step --layers 2 --width 8192 --inner 28672 --ways bf16 {_AUTO} {_FAST} flax"),
     "learning": ("_learning", "learning --ways bf16 auto mxfp8 tensorwise flax"),
     "counters": ("_counters", "counters"),
     "collectives": ("x2_collectives", "collectives"),
@@ -85,10 +88,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         'moe_step --devices 1 2 4 --steps 100 --ways "bf16, Pallas" "mxfp8, windows of 256"'),
     "mixture": ("x4_mixture", f"mixture --devices 4 --ways {_MIXTURE}"),
     "mixture_deepseek": ("x4_mixture", f"mixture --model deepseek --devices 4 --ways {_MIXTURE}"),
-    "step_sharded": ("x4_step",
-        f"step --devices 4 --layers 32 --ways bf16 {_AUTO} mxfp8 tensorwise flax "
-        '"auto, explicit" '
-        '"auto, shard_map"'),
+    "step_two": ("x2_step", f"step --devices 2 --layers 16 --ways {_FSDP}"),
+    "step_sharded": ("x4_step", f"step --devices 4 --layers 32 --ways {_FSDP}"),
 }  # fmt: skip
 # Commands of several GPUs have files whose names begin with x.
 SEVERAL = tuple(name for name, (file, _) in COMMANDS.items() if file.startswith("x"))

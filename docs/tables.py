@@ -492,6 +492,7 @@ STEPS = {
     "bf16": "bfloat16",
     "auto": '`jax_mx`, `recipe="auto"` (the default)',
     "auto, mlp, once": "the same, with `mlp` and `quantize_weights`",
+    "fast, mlp, once": "the same, with fast accumulation",
     "auto, explicit": "the default, on explicit axes",
     "auto, shard_map": "the default, in `shard_map`",
     "mxfp8": '`jax_mx`, `recipe="mxfp8"`',
@@ -503,7 +504,7 @@ STEPS = {
 def _steps() -> list[tuple[str, Rows]]:
     """For one H100, and for several, the rows of a step of Llama-3-8B's layers."""
     runs: list[tuple[str, Rows]] = []
-    for file in ("h100_step", "h100x4_step"):
+    for file in ("h100_step", "h100x2_step"):
         if (RESULTS / f"{file}.json").exists():
             rows = _of(results(file)[1], width=4096, checkpoint="full")
             runs.append((file, [row for row in rows if "ratio" in row]))
@@ -538,7 +539,7 @@ def step() -> list[str]:
 def _said_of_steps(runs: Sequence[tuple[str, Rows]]) -> list[str]:
     """A sentence under the table for each run: they may have different commits."""
     said = []
-    for (_, rows), name in zip(runs, ("step", "step_sharded"), strict=False):
+    for (_, rows), name in zip(runs, ("step", "step_two"), strict=False):
         where = f"{rows[0]['devices']} GPU{'s' * (rows[0]['devices'] > 1)}"
         line = caption(of_rows(rows), command(name), EVERY)
         said.append(f"* {where}: {line} {_notes(rows)}".strip())
@@ -559,6 +560,7 @@ def speed_step() -> list[str]:
     lines: list[str] = []
     for file, names in (
         ("h100_step", ("step", "step_kept", "step_70b")),
+        ("h100x2_step", ("step_two",)),
         ("h100x4_step", ("step_sharded",)),
     ):
         if not (RESULTS / f"{file}.json").exists():
