@@ -18,6 +18,7 @@ from jax_mx.launch import store, targets
 from jax_mx.products import amd, by_xla, kernel_plans, kernels, pallas, tcgen05
 from jax_mx.products.by_xla import FP8_ERROR
 from jax_mx.products.contraction import Contraction, Served
+from jax_mx.products.primitives import run_once
 from jax_mx.quantizing import registry
 
 DENSE, GROUPED = "dot_general", "ragged_dot"
@@ -54,7 +55,8 @@ class ProductImplementation(registry.Implementation):
 
     def compute(self, contraction: Contraction, served: Served) -> jax.Array:
         """The product of arrays in any layout."""
-        return self.run(contraction.in_layouts(self.layouts), served)
+        y = self.run(contraction.in_layouts(self.layouts), served)
+        return y if self.platform == "any" or contraction.numbers.over_rows else run_once(y)
 
 
 # ---- preferences ---

@@ -217,21 +217,11 @@ def preferred(contraction: Contraction, platform: str, chips: Sequence[str]) -> 
 
 def run(contraction: Contraction, served: Served) -> jax.Array:
     """The product; both operands are brought to (batch, rows, K), or floats to (batch, K, rows)."""
-    y = (_run_groups if contraction.numbers.groups else _run_dense)(contraction, served.plan)
-    return y if contraction.numbers.over_rows else run_once(y)
-
-
-def run_once(y: jax.Array) -> jax.Array:
-    """A result that a scan may keep for its backward pass, and that its body reads, too.
-
-    Without the barrier XLA computes it twice, a second time where it is kept. Gradients of weights
-    have none: a scan's body does not read them, and the kernel writes them where they are kept.
-    """
-    return jax.lax.optimization_barrier(y)
-
-
-def _run_dense(contraction: Contraction, plan: ProductPlan) -> jax.Array:
-    x, w, numbers = contraction.lhs, contraction.rhs, contraction.numbers
+    plan, numbers = served.plan, contraction.numbers
+    assert plan is not None  # `support`
+    x, w = contraction.lhs, contraction.rhs
+    if numbers.groups:
+        return _run_groups(contraction, plan)
     batch = [x.shape[d] for d in numbers.batch[0]]
     if plan.op == "wgrad":
         sides = zip((x, w), numbers.contracting, numbers.batch, strict=True)

@@ -215,6 +215,15 @@ def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:
     return y
 
 
+def run_once(y: jax.Array) -> jax.Array:
+    """The result of a kernel's call, which a scan may keep for its backward pass and also read.
+
+    Without a barrier XLA runs the call twice, a second time where the result is kept. Gradients of
+    weights want none: a scan's body does not read them, and the kernel writes where they are kept.
+    """
+    return jax.lax.optimization_barrier(y)
+
+
 # ---- calls by plans ---
 @functools.partial(jax.jit, static_argnames="plan")
 def by_plan(plan: ProductPlan, x: Any, w: Any, sizes: jax.Array | None = None) -> jax.Array:

@@ -289,7 +289,7 @@ def _of_shard(parameters: Mapping[str, Any], split: Split) -> Any:
     def run(*leaves: jax.Array) -> list[jax.Array]:
         if parameters["parted"] and leaves[2].ndim > leaves[3].ndim:
             assert plan is not None
-            return [primitives.by_parts(plan, *leaves)]
+            return [primitives.run_once(primitives.by_parts(plan, *leaves))]
         rest, sides = iter(leaves), list[Any]()
         for fields in parameters["operands"]:
             if fields is None:
