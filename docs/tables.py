@@ -42,6 +42,8 @@ NAMES = {"cutedsl": "CuTeDSL", "flydsl": "FlyDSL"}
 QUANTIZERS = ("quantize_", "dequantize_")
 GEMMS = ("matmul_", "wgrad_")
 EVERY = QUANTIZERS + GEMMS
+ROWS_WAY = "(fp8|mxfp8,) rows"  # how ways with windows that are rows are named
+AUTO = (*EVERY, ROW)  # with kernels for windows that are rows, as "auto" takes them on Hopper
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -219,11 +221,21 @@ def write_examples(folder: Path) -> None:
 def results(name: str) -> tuple[dict[str, Any], Rows]:
     """The facts of a run from a file of benchmarks/results, or from its rows; and the rows.
 
-    Rows of failed cases are left out.
+    Rows of failed cases are left out, and the times of a recipe with windows of rows, where kernels
+    for these were built anew since.
     """
     about, rows = read(RESULTS / f"{name}.json")
     rows = [row for row in rows if "error" not in row]
-    return about or of_rows(rows), rows
+    about = about or of_rows(rows)
+    if others_now(about.get("commit", ""), kernels_of_rows(about.get("commit", ""))):
+        ways = ((row, row.get("way", row.get("implementation", ""))) for row in rows)
+        rows = [row for row, way in ways if "us" not in row or not re.match(ROWS_WAY, way)]
+    return about, rows
+
+
+def kernels_of_rows(commit: str) -> list[str]:
+    """The kernels at a commit for windows that are rows."""
+    return [name for name in verified_at(commit) if f"_w{ROW}" in name]
 
 
 def of_rows(rows: Rows) -> dict[str, Any]:
@@ -244,7 +256,10 @@ def caption(about: Mapping[str, Any], measures: str, kernels: Sequence[str] = ()
     where += [about["date"]] if about.get("date") else []
     where += [f"jax {about['jax']}"] if about.get("jax") else []
     said = f"{', '.join(where)}; `{measures}`."
-    taken = [n for n in verified_at(about.get("commit", "")) if n.startswith(tuple(kernels))]
+    commit = about.get("commit", "")
+    taken = [n for n in verified_at(commit) if n.startswith(tuple(kernels))]
+    if ROW not in kernels:
+        taken = [*{*taken}.difference(kernels_of_rows(commit))]
     if other := others_now(about.get("commit", ""), taken):
         of = f"of the {len(taken)} kernels of such programs"
         return f"{said} Since then {other} {of} have been built anew."
@@ -541,7 +556,7 @@ def _said_of_steps(runs: Sequence[tuple[str, Rows]]) -> list[str]:
     said = []
     for (_, rows), name in zip(runs, ("step", "step_two"), strict=False):
         where = f"{rows[0]['devices']} GPU{'s' * (rows[0]['devices'] > 1)}"
-        line = caption(of_rows(rows), command(name), EVERY)
+        line = caption(of_rows(rows), command(name), AUTO)
         said.append(f"* {where}: {line} {_notes(rows)}".strip())
     return said
 
@@ -587,7 +602,7 @@ def speed_step() -> list[str]:
                 for row in rows
             ],
         )
-        said = caption(about, "`; `".join(map(command, names)), EVERY)
+        said = caption(about, "`; `".join(map(command, names)), AUTO)
         lines += ["", f"{said} {_notes(rows)}".strip(), ""]
     return lines
 
@@ -611,7 +626,7 @@ def learning() -> list[str]:
             for row in rows
         ],
     )
-    return [*lines, "", caption(about, command("learning"), EVERY)]
+    return [*lines, "", caption(about, command("learning"), AUTO)]
 
 
 def speed_layers() -> list[str]:
@@ -831,7 +846,7 @@ def speed_mixture() -> list[str]:
     }
     commands = {"mixtral": "mixture", "deepseek": "mixture_deepseek"}
     first, second = (
-        _listed("h100x4_mixture", name, EVERY, columns, model=model)
+        _listed("h100x4_mixture", name, AUTO, columns, model=model)
         for model, name in commands.items()
     )
     return [*first, "", *second]
