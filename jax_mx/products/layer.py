@@ -286,7 +286,6 @@ class Back(NamedTuple):
 IN_PARTS = "; its two products with recipe='bf16', and jax.nn's activation between them, have all"
 
 
-@partial(jax.jit, static_argnums=0)
 def layer(
     static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
@@ -304,6 +303,7 @@ def layer(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)
 def _layer(
     static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
@@ -317,13 +317,21 @@ def _layer(
 
 def _fwd(static: Layer, *args: Any) -> tuple:
     first, second = args[1]
-    inputs, quantized, routing, recipes = values_of(static.op, args, (*first, second))
-    mark = derivatives.once_derived(static.op, derivatives.MARK, inputs)
+    args = values_of(static.op, args, (*first, second))
+    mark = derivatives.once_derived(static.op, derivatives.MARK, args[0])
+    y, kept = _kept(static, *args)
+    return y, (kept, args[:3] if static.moves.in_rounds else None, mark)
+
+
+@partial(jax.jit, static_argnums=0)
+def _kept(
+    static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
+) -> tuple[jax.Array, Kept]:
+    """The result, and the residuals of its first round."""
     y, kept = _forward(static, inputs, quantized, routing, recipes, keep=True)
-    if not static.moves.in_rounds:
-        return y, (kept, None, mark)
-    y = _with_rest(static, y, inputs, quantized, routing, recipes)
-    return y, (kept, (inputs, quantized, routing), mark)
+    if static.moves.in_rounds:
+        y = _with_rest(static, y, inputs, quantized, routing, recipes)
+    return y, kept
 
 
 def _with_rest(
@@ -402,9 +410,15 @@ def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 4
     dy = derivatives.once_derived(static.op, dy, mark)
+    return _gradients(static, kept, again, dy), None, None, None
+
+
+@partial(jax.jit, static_argnums=0)
+def _gradients(static: Layer, kept: Kept, again: Any, dy: jax.Array) -> Inputs:
+    """The gradients of all rounds."""
     gradients = _backward(static, kept, dy)
     if again is None:
-        return gradients, None, None, None
+        return gradients
     inputs, quantized, routing = again
 
     def run(routing: Any, operands: Any) -> Inputs:
@@ -415,7 +429,7 @@ def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple
     once = {"b_second": None}  # the first round has all of it
     operands = inputs._replace(**once), quantized, kept.recipes, dy
     rest = static.moves.rest(routing, run, gradients._replace(**once), operands)
-    return rest._replace(b_second=gradients.b_second), None, None, None
+    return rest._replace(b_second=gradients.b_second)
 
 
 def _backward(static: Layer, kept: Kept, dy: jax.Array) -> Inputs:
