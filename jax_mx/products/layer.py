@@ -32,7 +32,6 @@ from jax_mx.products.recipes import Recipe
 from jax_mx.products.sides import Side, Static, side_of, values_of
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
-from jax_mx.quantizing.calling import WithSums
 from jax_mx.quantizing.mxarray import MXArray, floats_of
 from jax_mx.quantizing.quantize import quantize
 
@@ -271,7 +270,7 @@ class Back(NamedTuple):
       dx: of rows; of two weights the sum of what each gives, in the dtype of rows.
       dw_first: of the first weights.
       dw_second: of the second weight.
-      sums: of the gradients of gates and ups, see `WithSums`.
+      sums: of the gradients of gates and ups, see `Unquantized`.
     """
 
     dy: jax.Array
@@ -465,7 +464,7 @@ def _through_first(
         if w is not None:
             wgrads[i] = moves.wgrad(product, ((n, 0), (i, 1), free), w, place)
     summed = [i for i, bias in enumerate(sides.b_first) if bias is not None]
-    fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
+    fused = [i for i in summed if gradients[i].sums]
     step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))
     operands = (*gradients, (kept.rows,), *((free,) for _, free in kept.w_first))
     results, sums = step(operands, sizes)
@@ -488,16 +487,16 @@ def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -
             known = known_gradients_of_parts(*arguments)
         operands = known or [(x, None) for x in gradients_of_parts(*arguments)]
     else:
-        activation: Any = dataclasses.replace(gated, gradient=dact)
-        if kept.sides.b_first[0] is not None:
-            activation = WithSums(activation)
-        operands = [(gate_up[0], activation)]
+        operands = [(gate_up[0], dataclasses.replace(gated, gradient=dact))]
     return [  # the gradient of the result is number 0
         Unquantized(
             x, recipe, None, activation, "gradient",
             wanted=(True, w is not None), frozen=(w is None, False), number=number,
+            sums=len(gate_up) == 1 and bias is not None,
         )
-        for number, ((x, activation), w) in enumerate(zip(operands, ws, strict=True), 1)
+        for number, ((x, activation), w, bias) in enumerate(
+            zip(operands, ws, kept.sides.b_first, strict=True), 1
+        )
     ]  # fmt: skip
 
 
