@@ -290,10 +290,10 @@ PATHS: dict[str, tuple[Callable[..., jax.Array], list[tuple[int, ...]], int, int
     "ragged_dot": (
         lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 131, 21
     ),
-    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 211, 32),
+    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 207, 30),
     "moe": (
         lambda x, a, b: jax_mx.moe(x, ONE, np.ones((64, 1), np.float32), a, b),
-        [(64, 96), (2, 96, 128), (2, 64, 96)], 260, 47,
+        [(64, 96), (2, 96, 128), (2, 64, 96)], 248, 36,
     ),
 }  # fmt: skip
 

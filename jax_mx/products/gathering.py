@@ -287,7 +287,7 @@ def _forms(
 ) -> tuple[HeldForm, HeldForm]:
     """Both forms; `across`: the axes of a shard_map that split either contracted axis."""
     options: dict[str, Any] = {"across": across, "joined": static.mesh}
-    request = Unquantized.of(side, side.arranged(w), recipe)
+    request = Unquantized.of(side, w, recipe)
     return held_forms(dataclasses.replace(request, **options))
 
 

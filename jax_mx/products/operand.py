@@ -264,9 +264,9 @@ class Unquantized:
         name: str = "rhs",
         wanted: tuple[bool, bool] = (True, True),
     ) -> Unquantized:
-        """The operand of a dense product, of arranged floats."""
+        """The operand of a dense product, of floats that are arranged here."""
         options: dict[str, Any] = {"axis": side.axis, "wanted": wanted, "pads": side.pads}
-        return cls(x, recipe, name=name, **options)
+        return cls(side.arranged(x), recipe, name=name, **options)
 
     @property
     def uses(self) -> tuple[Use | None, Use | None]:
@@ -483,12 +483,12 @@ def _picked(q: MXArray, rows: jax.Array) -> MXArray:
 
 def held_forms(request: Unquantized, dequantized: bool = False) -> tuple[HeldForm, HeldForm]:
     """Both forms as a `QuantizedWeight` holds them; `dequantized`: as bfloat16."""
-    first, second = request.forms()
-    arrays = [first.array, second.array]
-    if dequantized:  # of one array that serves both, one again
-        done = {id(x): floats_of(x) if isinstance(x, MXArray) else x for x in arrays}
-        arrays = [done[id(x)] for x in arrays]
-    return HeldForm(arrays[0], first.axis), HeldForm(arrays[1], second.axis)
+    forms = request.forms()
+    arrays = {id(form.array): form.array for form in forms}  # of square blocks one serves both
+    if dequantized:
+        arrays = {i: floats_of(x) if isinstance(x, MXArray) else x for i, x in arrays.items()}
+    first, second = (HeldForm(arrays[id(form.array)], form.axis) for form in forms)
+    return first, second
 
 
 def _read(forms: Sequence[HeldForm]) -> tuple[ProductOperand, ...]:
@@ -520,7 +520,7 @@ def operand_for(
 
     Args:
       side: how it is arranged.
-      x: floats, arranged where nothing is quantized already; or None.
+      x: floats, which nobody reads where something is quantized already; or None.
       quantized: an `MXArray`, both forms, or None.
       recipe: of floats.
       name: "lhs" or "rhs".

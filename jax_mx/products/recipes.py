@@ -401,7 +401,7 @@ class Recipe(Value):
         contracted, batched = dimensions(op, w.ndim, contracting, batch)
         check_contracted(op, w.shape, contracted, self.units.forward)
         side = arrangement_of(w.shape, contracted, batched, self.units.dgrad)
-        request = Unquantized.of(side, side.arranged(jax.lax.stop_gradient(w)), self)
+        request = Unquantized.of(side, jax.lax.stop_gradient(w), self)
         first, second = held_forms(request, flag(op, "dequantized", dequantized))
         plain = dataclasses.replace(self, chosen=None, weight="rhs")
         return QuantizedWeight(w, first, second, plain, side)
