@@ -35,6 +35,7 @@ from jax_mx.quantizing.mxarray import FROZEN, MXArray
 FORWARD = "; recipe='floats' has all, and multiplies what jax_mx.fake_quantize makes of both"
 
 
+@partial(jax.jit, static_argnums=0)
 def product(
     static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, sizes: Any, recipe: Recipe
 ) -> jax.Array:
@@ -50,26 +51,19 @@ def product(
       recipe: how floats are quantized.
     """
     if not recipe.quantizes and all(isinstance(q, MXArray | None) for q in (lhs_q, rhs_q)):
-        return _plain(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
-    lhs, rhs = jax.tree.map(derivatives.reverse_only(static.op, FORWARD), (lhs, rhs))
+        if static.layout is None:
+            w, at = rhs, -2
+            if rhs_q is not None:
+                w, at = rhs_q, rhs_q.axis if len(rhs_q.block) == 1 else -2
+            grouped = Grouped(ROWS, at, static.dtype, recipe.rounds)
+            return _of_groups(static, grouped, lhs, w, sizes)
+        lhs, rhs = (x if q is None else q for x, q in ((lhs, lhs_q), (rhs, rhs_q)))
+        return _of_floats(static, lhs, rhs, recipe)
+    lhs, rhs = derivatives.reverse_only(static.op, (lhs, rhs), FORWARD)
     return _product(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
 
 
 # ---- products of floats, which have all derivatives; codes would have none ---
-@partial(jax.jit, static_argnums=0)
-def _plain(
-    static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, sizes: Any, recipe: Recipe
-) -> jax.Array:
-    if static.layout is None:
-        w, at = rhs, -2
-        if rhs_q is not None:
-            w, at = rhs_q, rhs_q.axis if len(rhs_q.block) == 1 else -2
-        grouped = Grouped(ROWS, at, static.dtype, recipe.rounds)
-        return _of_groups(static, grouped, lhs, w, sizes)
-    lhs, rhs = (x if q is None else q for x, q in ((lhs, lhs_q), (rhs, rhs_q)))
-    return _of_floats(static, lhs, rhs, recipe)
-
-
 def _derived(op: str, operands: tuple, value: Callable, gradients: Callable, forward: Any) -> Any:
     """A product of operands, linear in each of both.
 
@@ -206,7 +200,6 @@ def _of_groups(static: Static, grouped: Grouped, a: Any, b: Any, sizes: jax.Arra
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-@partial(jax.jit, static_argnums=0)
 def _product(
     static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, sizes: Any, recipe: Recipe
 ) -> jax.Array:
@@ -241,27 +234,12 @@ def _forward(
 
 
 def _fwd(static: Static, *args: Any) -> tuple[jax.Array, tuple]:
-    perturbed = tuple(any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args)
-    args = values_of(static.op, args, (args[1], args[3]))
-    mark = derivatives.once_derived(static.op, derivatives.MARK, args[0], args[2])
+    perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(arg)) for arg in args]
+    lhs, lhs_q, rhs, rhs_q, sizes, recipe = values_of(static.op, args, (args[1], args[3]))
+    mark = derivatives.once_derived(static.op, derivatives.MARK, lhs, rhs)
     # A frozen operand gets no gradient, whoever asks for what.
-    y, kept = _kept(static, (perturbed[2], perturbed[0]), *args)
-    return y, (*kept, mark)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _kept(
-    static: Static,
-    wanted: tuple[bool, bool],
-    lhs: Any,
-    lhs_q: Any,
-    rhs: Any,
-    rhs_q: Any,
-    sizes: Any,
-    recipe: Recipe,
-) -> tuple[jax.Array, tuple]:
-    wgrad, dgrad = wanted
-    y, (a, b) = _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, wanted)
+    dgrad, wgrad = perturbed[0], perturbed[2]
+    y, (a, b) = _forward(static, (lhs, lhs_q), (rhs, rhs_q), sizes, recipe, (wgrad, dgrad))
     groups = None
     if static.layout is None and rhs is not None:
         groups = Groups.from_sizes(sizes, lhs.shape[0], align=align_of(recipe))
@@ -272,7 +250,7 @@ def _kept(
     b_kept = None if lhs is None else b if dgrad else absent()[1]
     sides = (None, None) if static.layout is None else (static.layout.lhs, static.layout.rhs)
     types = side_of(sides[0], lhs), side_of(sides[1], rhs)
-    return y, (a_kept, b_kept, sizes, groups, recipe, *types)
+    return y, (a_kept, b_kept, sizes, groups, recipe, *types, mark)
 
 
 def _by_slot(name: str, x: jax.Array, groups: Groups, recipe: Recipe) -> Any:
@@ -309,28 +287,14 @@ def _present(form: ProductOperand | None) -> ProductOperand | None:
 
 
 def _bwd(static: Static, residual: tuple, dy: Any) -> tuple[Any, ...]:
-    *kept, mark = residual
+    a, b, sizes, groups, recipe, lhs, rhs, mark = residual
+    a, b = _present(a), _present(b)
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 6
-    dlhs, drhs = _backward(static, *kept, derivatives.once_derived(static.op, dy, mark))
-    return dlhs, None, drhs, None, None, None
-
-
-@partial(jax.jit, static_argnums=0)
-def _backward(
-    static: Static,
-    a: Any,
-    b: Any,
-    sizes: Any,
-    groups: Any,
-    recipe: Recipe,
-    lhs: Any,
-    rhs: Any,
-    dy: jax.Array,
-) -> tuple[Any, Any]:
-    a, b = _present(a), _present(b)
+    dy = derivatives.once_derived(static.op, dy, mark)
     gradients = _gradients if static.layout is not None else _gradients_of_groups
-    return gradients(static, dy, a, b, (sizes, groups), recipe, lhs, rhs)
+    dlhs, drhs = gradients(static, dy, a, b, (sizes, groups), recipe, lhs, rhs)
+    return dlhs, None, drhs, None, None, None
 
 
 def _gradients(

@@ -159,7 +159,7 @@ def _spec(entries: tuple[Names, ...]) -> tuple:
 
 @partial(jax.jit, static_argnums=0)
 def _gathered(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
-    return _gathered_vjp(static, derivatives.reverse_only(OP)(w), recipe)
+    return _gathered_vjp(static, derivatives.reverse_only(OP, w), recipe)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -126,7 +126,7 @@ class Layer(NamedTuple):
 
 
 class Moves(ABC):
-    """How rows reach a layer's products, which products run, how results return; a static value.
+    """How rows reach a layer's products, and how results return; a static value.
 
     A `place` says where rows are: None, or a pytree with `groups`, and the `scale` of each row.
     """
@@ -273,10 +273,11 @@ def layer(
       routing: the experts of each row, or None.
       recipes: of both products.
     """
-    inputs = jax.tree.map(derivatives.reverse_only(static.op, IN_PARTS), inputs)
+    inputs = derivatives.reverse_only(static.op, inputs, IN_PARTS)
     return _layer(static, inputs, quantized, routing, recipes)
 
 
+# Each pass is a jitted function: where gradients follow, nobody traces the pass that keeps nothing.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
 def _layer(
@@ -293,20 +294,20 @@ def _layer(
 def _fwd(static: Layer, *args: Any) -> tuple:
     first, second = args[1]
     args = values_of(static.op, args, (*first, second))
-    mark = derivatives.once_derived(static.op, derivatives.MARK, args[0])
-    y, kept = _kept(static, *args)
-    return y, (kept, args[:3] if static.moves.in_rounds else None, mark)
+    y, *kept = _kept(static, *args)
+    return y, (*kept, args[:3] if static.moves.in_rounds else None)
 
 
 @partial(jax.jit, static_argnums=0)
 def _kept(
     static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
-) -> tuple[jax.Array, Kept]:
-    """The result, and the residuals of its first round."""
+) -> tuple[jax.Array, jax.Array, Kept]:
+    """The result, the mark of its inputs, and the residuals of its first round."""
+    mark = derivatives.once_derived(static.op, derivatives.MARK, inputs)
     y, kept = _forward(static, inputs, quantized, routing, recipes, keep=True)
     if static.moves.in_rounds:
         y = _with_rest(static, y, inputs, quantized, routing, recipes)
-    return y, kept
+    return y, mark, kept
 
 
 def _with_rest(
@@ -376,17 +377,16 @@ def _of_place(place: Any) -> tuple[Any, Any, int]:
     )
 
 
-def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple:
-    kept, again, mark = residual
+def _bwd(static: Layer, residual: tuple[jax.Array, Kept, Any], dy: Any) -> tuple:
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 4
-    dy = derivatives.once_derived(static.op, dy, mark)
-    return _gradients(static, kept, again, dy), None, None, None
+    return _gradients(static, *residual, dy), None, None, None
 
 
 @partial(jax.jit, static_argnums=0)
-def _gradients(static: Layer, kept: Kept, again: Any, dy: jax.Array) -> Inputs:
+def _gradients(static: Layer, mark: jax.Array, kept: Kept, again: Any, dy: jax.Array) -> Inputs:
     """The gradients of all rounds."""
+    dy = derivatives.once_derived(static.op, dy, mark)
     gradients = _backward(static, kept, dy)
     if again is None:
         return gradients
