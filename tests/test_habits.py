@@ -286,14 +286,14 @@ SIZES, ONE = np.array([40, 24], np.int32), np.zeros((64, 1), np.int32)
 # A function, its arguments' shapes, and how often at most the trace of its gradient, forward and
 # backward through the custom_vjp, enters a module; and one of `products/` or `experts/`.
 PATHS: dict[str, tuple[Callable[..., jax.Array], list[tuple[int, ...]], int, int]] = {
-    "matmul": (jax_mx.matmul, [(64, 96), (96, 64)], 151, 32),
+    "matmul": (jax_mx.matmul, [(64, 96), (96, 64)], 143, 22),
     "ragged_dot": (
-        lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 174, 40
+        lambda x, w: jax_mx.ragged_dot(x, w, SIZES), [(64, 96), (2, 96, 64)], 164, 26
     ),
-    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 308, 63),
+    "mlp": (jax_mx.mlp, [(64, 96), (96, 128), (64, 96)], 214, 30),
     "moe": (
         lambda x, a, b: jax_mx.moe(x, ONE, np.ones((64, 1), np.float32), a, b),
-        [(64, 96), (2, 96, 128), (2, 64, 96)], 364, 85,
+        [(64, 96), (2, 96, 128), (2, 64, 96)], 251, 36,
     ),
 }  # fmt: skip
 

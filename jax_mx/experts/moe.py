@@ -26,7 +26,6 @@ from jax_mx.formats.checks import array_of, flag, implementation_of, is_symbolic
 from jax_mx.formats.formats import BLOCK
 from jax_mx.launch import private
 from jax_mx.products.arguments import (
-    Weight,
     array_or_quantized,
     bias_of,
     floats_of,
@@ -37,13 +36,11 @@ from jax_mx.products.arguments import (
     weight_of,
 )
 from jax_mx.products.auto import grouped_recipe, recipe_beside
-from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.derivative import align_of
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.groups import Groups, integers
 from jax_mx.products.implementations import named
-from jax_mx.products.layer import Back, FormNumbers, Inputs, Kept, Layer, Moves, Recipes, layer
-from jax_mx.products.multiply import Multiplication
+from jax_mx.products.layer import Back, Inputs, Kept, Layer, Moves, Recipes, layer
 from jax_mx.products.operand import Moved, QuantizedWeight, Unquantized, weight_forms
 from jax_mx.products.recipes import AUTO, Recipe
 from jax_mx.products.sides import Side, Static
@@ -172,8 +169,8 @@ def moe(
             "with zero columns, and w_down with zero rows"
         )
     second = weight_of(op, "w_down", w_down, first.columns // 2, recipe)
-    _check_second(op, first, second, x.shape[1])
-    experts, weights = _routing(op, x, experts, weights)
+    _check_second(op, second.groups, second.columns, first.groups, x.shape[1])
+    experts, weights = _routing(op, x.shape[0], experts, weights)
     biases = [
         bias_of(op, name, bias, (first.groups, columns))
         for name, bias, columns in (
@@ -251,21 +248,21 @@ def _mapped(mapping: wires.Mapping, options: dict[str, Any], args: tuple) -> jax
 
 
 # ---- what callers pass ---
-def _check_second(op: str, first: Weight, second: Weight, columns: int) -> None:
-    if (second.groups, second.columns) != (first.groups, columns):
+def _check_second(op: str, groups: int, columns: int, groups_of_first: int, wanted: int) -> None:
+    if (groups, columns) != (groups_of_first, wanted):
         raise ValueError(
-            f"{op}: w_down has {second.groups} matrices of {second.columns} columns; w_gate_up has "
-            f"{first.groups} and x has {columns} columns"
+            f"{op}: w_down has {groups} matrices of {columns} columns; w_gate_up has "
+            f"{groups_of_first} and x has {wanted} columns"
         )
 
 
-def _routing(op: str, x: Any, experts: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
+def _routing(op: str, tokens: int, experts: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
     experts = integers(op, "experts", experts)
     weights = array_of(op, "weights", weights)
-    if experts.ndim != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
+    if experts.ndim != 2 or experts.shape[0] != tokens or weights.shape != experts.shape:
         raise ValueError(
             f"{op}: experts have the shape {experts.shape} and weights {weights.shape}; both must "
-            f"be (T, k), T = {x.shape[0]} as x has it"
+            f"be (T, k), T = {tokens} as x has it"
         )
     return experts, weights
 
@@ -303,27 +300,26 @@ class Slots(Moves):
     keeps_activation: ClassVar[bool] = False
 
     def enter(
-        self, inputs: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
-    ) -> tuple[Any, SlotPlace]:
+        self,
+        layer: Layer,
+        inputs: Inputs,
+        quantized: tuple,
+        routing: Any,
+        recipes: Recipes,
+        keep: bool,
+    ) -> tuple[Unquantized, list[Any], Any, SlotPlace]:
         """See `Moves`."""
-        tokens = Unquantized(inputs.x, recipe, name="lhs", wanted=(True, False), moves=True)
-        rows, (experts, weights) = routing.tokens(tokens), routing.choices(inputs.weights)
-        align = align_of(recipe) if keep else 1  # nothing is quantized along slots
+        (first, second), (w,), ((q,), q_second) = recipes, inputs.w_first, quantized
+        tokens = Unquantized(inputs.x, first, name="lhs", wanted=(True, False), moves=True)
+        x, (experts, weights) = routing.tokens(tokens), routing.choices(inputs.weights)
+        align = align_of(first) if keep else 1  # nothing is quantized along slots
         groups = Groups.from_experts(experts, routing.local, align=align, most=routing.most)
-        return rows, SlotPlace(groups, groups.of_slots(weights), routing)
-
-    def operands(
-        self, layer: Layer, inputs: Inputs, codes: tuple, place: Any, recipes: Recipes, keep: Any
-    ) -> tuple[Unquantized, list[Any], Any]:
-        """See `Moves`."""
-        (first, second), (wgrad, dgrad), x = recipes, keep, inputs.x
-        firsts = [
-            weight_forms(w, q, first, dgrad) for w, q in zip(inputs.w_first, codes[0], strict=True)
-        ]
-        w_second = weight_forms(inputs.w_second, codes[1], second, dgrad)
+        place = SlotPlace(groups, groups.of_slots(weights), routing)
         request = Moved if isinstance(x, MXArray) else Unquantized
-        rows = request(x, first, place.groups.rows, name="lhs", wanted=(True, wgrad))
-        return rows, firsts, w_second
+        wanted = (True, keep and w is not None)
+        rows = request(x, first, groups.rows, name="lhs", wanted=wanted)
+        firsts = [weight_forms(w, q, first, keep)]
+        return rows, firsts, weight_forms(inputs.w_second, q_second, second, keep), place
 
     def gradient(
         self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
@@ -334,21 +330,6 @@ class Slots(Moves):
         rows = place.trip.tokens(alone)
         request, wanted = Moved if isinstance(rows, MXArray) else Unquantized, weight is not None
         return request(rows, recipe, place.groups.rows, wanted=(True, wanted), **options)
-
-    def forward(
-        self, product: Static, operands: tuple[Any, Any] | None, place: Any
-    ) -> Multiplication:
-        """See `Moves`."""
-        return product.multiplication((0, 0), (1, 0), groups=ROWS, align=place.groups.align)
-
-    def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
-        """See `Moves`."""
-        return product.multiplication(*forms[:2], groups=ROWS, align=place.groups.align)
-
-    def wgrad(self, product: Static, forms: FormNumbers, w: Side, place: Any) -> Multiplication:
-        """See `Moves`."""
-        options: dict[str, Any] = {"groups": SUMS, "align": place.groups.align, "over_rows": True}
-        return product.multiplication(*forms[:2], w.dtype, **options)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""
@@ -392,8 +373,8 @@ class Slots(Moves):
         halves = reference.halves(gate_up, layer.activation, layer.interleaved)
         act = reference.gated_exactly(halves, layer.activation)
         dscale = (back.dact.astype(jnp.float32) * act).sum(-1)
-        dx = trip.back(groups.combined(back.dx)).astype(sides.x.dtype)
-        dweights = trip.back_choices(groups.of_choices(dscale))
+        dx, dweights = groups.combined(back.dx), groups.of_choices(dscale)
+        dx, dweights = trip.back(dx).astype(sides.x.dtype), trip.back_choices(dweights)
         db1 = db2 = None
         ((bias,), (sums,)) = sides.b_first, back.sums
         if bias is not None:

@@ -59,7 +59,7 @@ def product(
             return _of_groups(static, grouped, lhs, w, sizes)
         lhs, rhs = (x if q is None else q for x, q in ((lhs, lhs_q), (rhs, rhs_q)))
         return _of_floats(static, lhs, rhs, recipe)
-    lhs, rhs = jax.tree.map(derivatives.reverse_only(static.op, FORWARD), (lhs, rhs))
+    lhs, rhs = derivatives.reverse_only(static.op, (lhs, rhs), FORWARD)
     return _product(static, lhs, lhs_q, rhs, rhs_q, sizes, recipe)
 
 
@@ -122,9 +122,7 @@ def _of_floats(static: Static, lhs: Any, rhs: Any, recipe: Recipe) -> jax.Array:
     def form(side: Arrangement, x: Any, name: str) -> Any:
         if x is None:
             return None
-        floats, quantized = parts_of(x)
-        floats = side.arranged(floats) if quantized is None else floats
-        request = operand_for(side, floats, quantized, recipe, name, (False, True))
+        request = operand_for(side, *parts_of(x), recipe, name, (False, True))
         return (request.forms() if isinstance(request, Unquantized) else request)[1]
 
     def gradients(operands: tuple, asked: tuple[bool, bool], dy: jax.Array) -> tuple[Any, Any]:
@@ -219,11 +217,9 @@ def _operands(
         x = Unquantized(lhs[0], recipe, name="lhs", wanted=(True, False))
         return x, weight_forms(*rhs, recipe, dgrad)
     sides = static.layout
-    x = sides.lhs.arranged(lhs[0]) if lhs[1] is None else lhs[0]
-    w = sides.rhs.arranged(rhs[0]) if rhs[1] is None else rhs[0]
     return (
-        operand_for(sides.lhs, x, lhs[1], recipe, "lhs", (True, wgrad)),
-        operand_for(sides.rhs, w, rhs[1], recipe, "rhs", (True, dgrad)),
+        operand_for(sides.lhs, *lhs, recipe, "lhs", (True, wgrad)),
+        operand_for(sides.rhs, *rhs, recipe, "rhs", (True, dgrad)),
     )
 
 
@@ -232,11 +228,8 @@ def _forward(
 ) -> tuple[jax.Array, list[Any]]:
     """The result; and lhs along its rows, rhs along its columns, where they are wanted."""
     operands = _operands(static, lhs, rhs, recipe, wanted)
-    if static.layout is None:
-        forward = static.multiplication((0, 0), (1, 0), groups=ROWS)
-    else:
-        forward = static.forward((0, 0), (1, 0))
-    (y,), kept = Step((forward,), ((0, 1), (1, 1)))(operands, sizes)
+    step = Step((static.forward((0, 0), (1, 0)),), ((0, 1), (1, 1)))
+    (y,), kept = step(operands, sizes)
     return y if static.layout is None else static.layout.result(y, static.out_sharding), kept
 
 
@@ -335,12 +328,10 @@ def _gradients_of_groups(
     if b is not None:
         asked: dict[str, Any] = {"wanted": (True, False), "frozen": (rhs is None, False)}
         gradient = Unquantized(dy, recipe, name="gradient", **asked)
-        dgrad = static.multiplication((0, 0), (1, 0), lhs.dtype, groups=ROWS)
-        (dlhs,), _ = Step((dgrad,))((gradient, (b,)), of_rows)
+        (dlhs,), _ = Step((static.dgrad((0, 0), (1, 0), lhs),))((gradient, (b,)), of_rows)
     if a is not None:
         _, along = _by_slot("gradient", dy, groups, recipe)
-        options = {"groups": SUMS, "align": groups.align, "over_rows": True}
-        wgrad = static.multiplication((0, 0), (1, 0), rhs.dtype, **options)
+        wgrad = static.wgrad((0, 0), (1, 0), rhs, align=groups.align)
         (drhs,), _ = Step((wgrad,))(((a,), (along,)), groups.sizes)
     return dlhs, drhs
 

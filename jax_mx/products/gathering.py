@@ -33,7 +33,7 @@ from jax_mx.formats.views import reshape
 from jax_mx.formats.windows import lengths_of
 from jax_mx.launch import private
 from jax_mx.products.auto import resolved_for_weights
-from jax_mx.products.operand import ProductOperand, QuantizedWeight, Unquantized
+from jax_mx.products.operand import HeldForm, QuantizedWeight, Unquantized, held_forms
 from jax_mx.products.recipes import AUTO, Recipe, dimensions
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.mxarray import MXArray
@@ -159,7 +159,7 @@ def _spec(entries: tuple[Names, ...]) -> tuple:
 
 @partial(jax.jit, static_argnums=0)
 def _gathered(static: _Gather, w: jax.Array, recipe: Recipe) -> Any:
-    return _gathered_vjp(static, derivatives.reverse_only(OP)(w), recipe)
+    return _gathered_vjp(static, derivatives.reverse_only(OP, w), recipe)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -284,20 +284,18 @@ def _forms(
     w: jax.Array,
     recipe: Recipe,
     across: tuple[Names, Names] = ((), ()),
-) -> tuple[ProductOperand, ProductOperand]:
+) -> tuple[HeldForm, HeldForm]:
     """Both forms; `across`: the axes of a shard_map that split either contracted axis."""
     options: dict[str, Any] = {"across": across, "joined": static.mesh}
-    first, second = dataclasses.replace(
-        Unquantized.of(side, side.arranged(w), recipe), **options
-    ).forms()
-    return first, second
+    request = Unquantized.of(side, w, recipe)
+    return held_forms(dataclasses.replace(request, **options))
 
 
 def _each(
-    forms: tuple[ProductOperand, ProductOperand],
+    forms: tuple[HeldForm, HeldForm],
     side: Arrangement,
     move: Callable[[Any, tuple[int, ...]], Any],
-) -> tuple[ProductOperand, ProductOperand]:
+) -> tuple[HeldForm, HeldForm]:
     """Both forms with their arrays moved; once where one array is both, in square blocks.
 
     Args:

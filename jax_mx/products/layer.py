@@ -32,13 +32,10 @@ from jax_mx.products.recipes import Recipe
 from jax_mx.products.sides import Side, Static, side_of, values_of
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.activations import Gated, gradients_of_parts, known_gradients_of_parts, made
-from jax_mx.quantizing.calling import WithSums
 from jax_mx.quantizing.mxarray import MXArray, floats_of
 from jax_mx.quantizing.quantize import quantize
 
 Recipes = tuple[Recipe, Recipe]  # of both products: where a weight brings signs, they differ
-FormNumber = tuple[int, int]  # of a step: the number of an operand, and of its form
-FormNumbers = tuple[FormNumber, FormNumber, FormNumber]  # both operands, what the result is like
 GateUp = tuple[Any, ...]  # gates and ups as one array, or as one each
 
 
@@ -110,6 +107,12 @@ class Layer(NamedTuple):
             side_of(None, inputs.b_second),
         )
 
+    def forwards(self, align: int) -> tuple[Multiplication, ...]:
+        """The first products, of rows and each first weight."""
+        return tuple(
+            product.forward((0, 0), (i, 0), align) for i, product in enumerate(self.first, 1)
+        )
+
     def gated(self, gate_up: GateUp, scale: Any = None) -> Gated:
         """The activation between both products, times the scale of each row."""
         return Gated(self.activation, scale, *gate_up[1:], interleaved=self.interleaved)
@@ -123,7 +126,7 @@ class Layer(NamedTuple):
 
 
 class Moves(ABC):
-    """How rows reach a layer's products, which products run, how results return; a static value.
+    """How rows reach a layer's products, and how results return; a static value.
 
     A `place` says where rows are: None, or a pytree with `groups`, and the `scale` of each row.
     """
@@ -132,31 +135,23 @@ class Moves(ABC):
 
     @abstractmethod
     def enter(
-        self, inputs: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
-    ) -> tuple[Any, Any]:
-        """The rows that the first product reads, and the place.
-
-        Args:
-          inputs: to the layer.
-          quantized: the quantized parts of both weights, or None.
-          routing: the experts of each row, or None.
-          recipe: of the first product.
-          keep: whether a backward pass follows.
-        """
-
-    @abstractmethod
-    def operands(
-        self, layer: Layer, inputs: Inputs, codes: tuple, place: Any, recipes: Recipes, keep: Any
-    ) -> tuple[Unquantized, list[Any], Any]:
-        """The operands of rows, of the first weights and of the second.
+        self,
+        layer: Layer,
+        inputs: Inputs,
+        quantized: tuple,
+        routing: Any,
+        recipes: Recipes,
+        keep: bool,
+    ) -> tuple[Unquantized, list[Any], Any, Any]:
+        """The operands of rows, of the first weights and of the second; and the place.
 
         Args:
           layer: the layer.
-          inputs: to the layer, with the rows that `enter` gave.
-          codes: the quantized parts of both weights, or None.
-          place: where rows are.
+          inputs: to the layer.
+          quantized: the quantized parts of both weights, or None.
+          routing: the experts of each row, or None.
           recipes: of both products.
-          keep: two bools, whether gradients of the first weights follow, and of rows.
+          keep: whether a backward pass follows.
         """
 
     @abstractmethod
@@ -171,26 +166,6 @@ class Moves(ABC):
           place: where rows are.
           recipe: of the second product.
           weight: of its weight, or None where that is frozen.
-        """
-
-    @abstractmethod
-    def forward(
-        self, product: Static, operands: tuple[Any, Any] | None, place: Any
-    ) -> Multiplication:
-        """A product of a step's two operands: of the first product; None of the second one."""
-
-    @abstractmethod
-    def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
-        """The product for the gradient of rows, of the result's gradient and a weight.
-
-        The third of `forms` is that of rows along rows.
-        """
-
-    @abstractmethod
-    def wgrad(self, product: Static, forms: FormNumbers, w: Side, place: Any) -> Multiplication:
-        """The product for the gradient of a weight, of rows and the result's gradient along rows.
-
-        The third of `forms` is that of the weight along its free axis.
         """
 
     @abstractmethod
@@ -271,7 +246,7 @@ class Back(NamedTuple):
       dx: of rows; of two weights the sum of what each gives, in the dtype of rows.
       dw_first: of the first weights.
       dw_second: of the second weight.
-      sums: of the gradients of gates and ups, see `WithSums`.
+      sums: of the gradients of gates and ups, see `Unquantized`.
     """
 
     dy: jax.Array
@@ -286,7 +261,6 @@ class Back(NamedTuple):
 IN_PARTS = "; its two products with recipe='bf16', and jax.nn's activation between them, have all"
 
 
-@partial(jax.jit, static_argnums=0)
 def layer(
     static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
@@ -299,11 +273,13 @@ def layer(
       routing: the experts of each row, or None.
       recipes: of both products.
     """
-    inputs = jax.tree.map(derivatives.reverse_only(static.op, IN_PARTS), inputs)
+    inputs = derivatives.reverse_only(static.op, inputs, IN_PARTS)
     return _layer(static, inputs, quantized, routing, recipes)
 
 
+# Each pass is a jitted function: where gradients follow, nobody traces the pass that keeps nothing.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.jit, static_argnums=0)
 def _layer(
     static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
 ) -> jax.Array:
@@ -317,13 +293,21 @@ def _layer(
 
 def _fwd(static: Layer, *args: Any) -> tuple:
     first, second = args[1]
-    inputs, quantized, routing, recipes = values_of(static.op, args, (*first, second))
+    args = values_of(static.op, args, (*first, second))
+    y, *kept = _kept(static, *args)
+    return y, (*kept, args[:3] if static.moves.in_rounds else None)
+
+
+@partial(jax.jit, static_argnums=0)
+def _kept(
+    static: Layer, inputs: Inputs, quantized: tuple, routing: Any, recipes: Recipes
+) -> tuple[jax.Array, jax.Array, Kept]:
+    """The result, the mark of its inputs, and the residuals of its first round."""
     mark = derivatives.once_derived(static.op, derivatives.MARK, inputs)
     y, kept = _forward(static, inputs, quantized, routing, recipes, keep=True)
-    if not static.moves.in_rounds:
-        return y, (kept, None, mark)
-    y = _with_rest(static, y, inputs, quantized, routing, recipes)
-    return y, (kept, (inputs, quantized, routing), mark)
+    if static.moves.in_rounds:
+        y = _with_rest(static, y, inputs, quantized, routing, recipes)
+    return y, mark, kept
 
 
 def _with_rest(
@@ -343,25 +327,19 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     """The result; and the residuals, if a backward pass follows."""
     moves, first = static.moves, static.first
-    x, place = moves.enter(inputs, quantized, routing, recipes[0], keep)
-    sizes, scale = _of_place(place)
+    sides = static.sides(inputs)
+    rows, firsts, second, place = moves.enter(static, inputs, quantized, routing, recipes, keep)
+    sizes, scale, align = _of_place(place)
     again = keep and static.residuals == "inputs"
-    follow = keep and any(w is not None for w in inputs.w_first), keep
-    rows, firsts, second = moves.operands(
-        static, inputs._replace(x=x), quantized, place, recipes, follow
-    )
-    weights, one_each = range(1, 1 + len(first)), list(zip(first, firsts, strict=True))
+    weights = range(1, 1 + len(first))
     forms = ((0, 1), *((i, 1) for i in weights))
     forms += ((0, 0), *((i, 0) for i in weights)) if again else ()
-    products = [moves.forward(product, (rows, w), place) for product, w in one_each]
-    step = Step(
-        tuple(p._replace(rhs=(i, 0)) for i, p in zip(weights, products, strict=True)), forms
-    )
+    step = Step(static.forwards(align), forms)
     gate_up, (rows_kept, *kept) = step((rows, *firsts), sizes)
     gate_up = biased(static, gate_up, inputs.b_first, place)
     wanted = (True, keep and inputs.w_second is not None and moves.keeps_activation)
     act = static.requests(gate_up, scale, recipes[1], wanted)
-    step = Step((moves.forward(static.second, None, place),), ((0, 1), (1, 1)))
+    step = Step((static.second.forward((0, 0), (1, 0), align),), ((0, 1), (1, 1)))
     (y,), (act_kept, second_free) = step((act, second), sizes)
     y, extras = moves.leave(static.second, y, inputs, routing, place)
     if not keep:
@@ -380,7 +358,7 @@ def _forward(
         inputs.b_first if again else (),
         recipes,
         extras,
-        static.sides(inputs),
+        sides,
     )
 
 
@@ -392,19 +370,26 @@ def biased(static: Layer, gate_up: Any, biases: tuple[Any, ...], place: Any) -> 
     )
 
 
-def _of_place(place: Any) -> tuple[Any, Any]:
-    """The sizes of groups, and the scale of each row between both products; None without groups."""
-    return (None, None) if place is None else (place.groups.sizes, place.scale)
+def _of_place(place: Any) -> tuple[Any, Any, int]:
+    """The sizes of groups, the scale of each row between both products; and what divides sizes."""
+    return (
+        (None, None, 1) if place is None else (place.groups.sizes, place.scale, place.groups.align)
+    )
 
 
-def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple:
-    kept, again, mark = residual
+def _bwd(static: Layer, residual: tuple[jax.Array, Kept, Any], dy: Any) -> tuple:
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         return (None,) * 4
+    return _gradients(static, *residual, dy), None, None, None
+
+
+@partial(jax.jit, static_argnums=0)
+def _gradients(static: Layer, mark: jax.Array, kept: Kept, again: Any, dy: jax.Array) -> Inputs:
+    """The gradients of all rounds."""
     dy = derivatives.once_derived(static.op, dy, mark)
     gradients = _backward(static, kept, dy)
     if again is None:
-        return gradients, None, None, None
+        return gradients
     inputs, quantized, routing = again
 
     def run(routing: Any, operands: Any) -> Inputs:
@@ -415,43 +400,43 @@ def _bwd(static: Layer, residual: tuple[Kept, Any, jax.Array], dy: Any) -> tuple
     once = {"b_second": None}  # the first round has all of it
     operands = inputs._replace(**once), quantized, kept.recipes, dy
     rest = static.moves.rest(routing, run, gradients._replace(**once), operands)
-    return rest._replace(b_second=gradients.b_second), None, None, None
+    return rest._replace(b_second=gradients.b_second)
 
 
 def _backward(static: Layer, kept: Kept, dy: jax.Array) -> Inputs:
     """The gradients by what one pass kept."""
-    moves, sides, place = static.moves, kept.sides, kept.place
-    second, w2, (sizes, scale) = kept.recipes[1], sides.w_second, _of_place(place)
-    gradient = moves.gradient(static.second, dy, place, second, w2)
-    gate_up = _again(static, kept, sizes)
-    act = kept.act
+    moves, second, w2 = static.moves, kept.recipes[1], kept.sides.w_second
+    sizes, scale, align = _of_place(kept.place)
+    gradient = moves.gradient(static.second, dy, kept.place, second, w2)
+    gate_up = _again(static, kept)
+    hidden, act = static.hidden(gate_up), kept.act
     if w2 is not None and not moves.keeps_activation:
         _, act = static.requests(gate_up, scale, second, (False, True)).forms()
     # The gradient of the result: by w_second^T, and along rows for that of w_second.
-    products = [moves.dgrad(static.second, ((0, 0), (2, 0), (1, 0)), static.hidden(gate_up), place)]
+    products = [static.second.dgrad((0, 0), (2, 0), hidden, (1, 0), align)]
     if w2 is not None:
-        products.append(moves.wgrad(static.second, ((1, 0), (0, 1), (2, 0)), w2, place))
+        products.append(static.second.wgrad((1, 0), (0, 1), w2, (2, 0), align))
     operands = (gradient, (act,), (kept.w_second,))
     (dact, *dw2), _ = Step(tuple(products))(operands, sizes)
-    dx, dw1, sums = _through_first(static, kept, gate_up, dact, sizes)
+    dx, dw1, sums = _through_first(static, kept, gate_up, dact)
     back = Back(dy, gate_up, dact, dx, dw1, next(iter(dw2), None), sums)
     return moves.gradients(static, kept, back)
 
 
 def _through_first(
-    static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array, sizes: Any
+    static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array
 ) -> tuple[jax.Array, tuple, tuple]:
     """The gradients of rows and of the first weights; sums of the gradients of gates and ups."""
-    moves, sides, place = static.moves, kept.sides, kept.place
+    sides, (sizes, _, align) = kept.sides, _of_place(kept.place)
     gradients = _gradients_of(static, kept, gate_up, dact.astype(gate_up[0].dtype))
     n, dgrads, wgrads = len(gradients), [], {}
     for i, (product, w) in enumerate(zip(static.first, sides.w_first, strict=True)):
         free = (n + 1 + i, 0)
-        dgrads.append(moves.dgrad(product, ((i, 0), free, (n, 0)), sides.x, place))
+        dgrads.append(product.dgrad((i, 0), free, sides.x, (n, 0), align))
         if w is not None:
-            wgrads[i] = moves.wgrad(product, ((n, 0), (i, 1), free), w, place)
+            wgrads[i] = product.wgrad((n, 0), (i, 1), w, free, align)
     summed = [i for i, bias in enumerate(sides.b_first) if bias is not None]
-    fused = [i for i in summed if isinstance(gradients[i].activation, WithSums)]
+    fused = [i for i in summed if gradients[i].sums]
     step = Step((*wgrads.values(), *dgrads), tuple((i, 2) for i in fused))
     operands = (*gradients, (kept.rows,), *((free,) for _, free in kept.w_first))
     results, sums = step(operands, sizes)
@@ -474,29 +459,26 @@ def _gradients_of(static: Layer, kept: Kept, gate_up: GateUp, dact: jax.Array) -
             known = known_gradients_of_parts(*arguments)
         operands = known or [(x, None) for x in gradients_of_parts(*arguments)]
     else:
-        activation: Any = dataclasses.replace(gated, gradient=dact)
-        if kept.sides.b_first[0] is not None:
-            activation = WithSums(activation)
-        operands = [(gate_up[0], activation)]
+        operands = [(gate_up[0], dataclasses.replace(gated, gradient=dact))]
     return [  # the gradient of the result is number 0
         Unquantized(
             x, recipe, None, activation, "gradient",
             wanted=(True, w is not None), frozen=(w is None, False), number=number,
+            sums=len(gate_up) == 1 and bias is not None,
         )
-        for number, ((x, activation), w) in enumerate(zip(operands, ws, strict=True), 1)
+        for number, ((x, activation), w, bias) in enumerate(
+            zip(operands, ws, kept.sides.b_first, strict=True), 1
+        )
     ]  # fmt: skip
 
 
-def _again(static: Layer, kept: Kept, sizes: Any) -> GateUp:
+def _again(static: Layer, kept: Kept) -> GateUp:
     """Gates and ups, arranged: as they were kept, or computed again."""
     if static.residuals != "inputs":
         return tuple(floats_kept(half, static.second.dtype) for half in kept.gate_up)
     operands: Any = (kept.gate_up,), *((contracted,) for contracted, _ in kept.w_first)
-    products = [
-        static.moves.forward(product, (operands[0], w), kept.place)._replace(rhs=(i, 0))
-        for i, (product, w) in enumerate(zip(static.first, operands[1:], strict=True), 1)
-    ]
-    gate_up, _ = Step(tuple(products))(operands, sizes)
+    sizes, _, align = _of_place(kept.place)
+    gate_up, _ = Step(static.forwards(align))(operands, sizes)
     return biased(static, gate_up, kept.biases, kept.place)
 
 

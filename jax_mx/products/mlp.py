@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from jax_mx.formats.arrangements import Arrangements, arrangements_of
 from jax_mx.formats.checks import float_dtype, implementation_of
@@ -27,8 +27,7 @@ from jax_mx.products.arguments import (
 from jax_mx.products.auto import Sizes, recipe_beside, resolved
 from jax_mx.products.fallback import unquantized
 from jax_mx.products.implementations import named
-from jax_mx.products.layer import Back, FormNumbers, Inputs, Kept, Layer, Moves, Recipes, layer
-from jax_mx.products.multiply import Multiplication
+from jax_mx.products.layer import Back, Inputs, Kept, Layer, Moves, Recipes, layer
 from jax_mx.products.operand import QuantizedWeight, Unquantized, operand_for
 from jax_mx.products.recipes import AUTO, PRODUCTS, Recipe, check_frozen
 from jax_mx.products.sides import Side, Static, keeps_rows, parts_of
@@ -131,16 +130,21 @@ def mlp(
     first = [layout.gathered(x, w, None, placed=True) for w, layout in pairs]
     w2 = second.gathered(x, w2, None, placed=True)
     check_out_sharding(op, out_sharding)
-    if out_sharding is None and is_explicit(jax.typeof(x).sharding.mesh):
-        leaf = w2.values if isinstance(w2, MXArray) else getattr(w2, "floats", w2)
-        spec = _spec_between(spec_of(x)[:-1], spec_of(leaf)[second.rhs.free_dims[0]])
-        out_sharding = jax.sharding.PartitionSpec(*spec)
+    splits: list[Any] = [None] * len(first)
+    if is_explicit(jax.typeof(x).sharding.mesh):
+        rows = spec_of(x)[:-1]
+        # Of rows that become one only the first dimension stays split.
+        arranged = (*rows[:1], *[None] * len(rows[1:])) if layouts[0].lhs.merged else rows
+        pairs = zip(layouts, first, strict=True)
+        splits = [_split_between(layout, arranged, w) for layout, w in pairs]
+        if out_sharding is None:
+            out_sharding = _split_between(second, rows, w2)
     shared = (exact, implementation)
     more, after = (recipe.chosen, recipe.fast), keeps_rows(w2, recipes[1])
     static = Layer(
         tuple(
-            Static(op, layout, dtype, *shared, None, *more, keeps_rows(w, recipes[0]))
-            for w, layout in zip(first, layouts, strict=True)
+            Static(op, layout, dtype, *shared, split, *more, keeps_rows(w, recipes[0]))
+            for w, layout, split in zip(first, layouts, splits, strict=True)
         ),
         Static(op, second, dtype, *shared, out_sharding, *more, after),
         gate.name,
@@ -291,10 +295,12 @@ def _layout(
     return layout
 
 
-def _spec_between(rows: tuple, columns: Any) -> tuple:
-    """The partition spec of a product: rows, and columns but for axes that split rows."""
+def _split_between(layout: Arrangements, rows: tuple, w: Any) -> PartitionSpec:
+    """How a product with a weight is split: rows, and columns but for axes that split rows."""
+    leaf = w.values if isinstance(w, MXArray) else getattr(w, "floats", w)
     taken = {name for spec in rows for name in names_in(spec)}
-    return (*rows, tuple(n for n in names_in(columns) if n not in taken) or None)
+    columns = names_in(spec_of(leaf)[layout.rhs.free_dims[0]])
+    return PartitionSpec(*rows, tuple(n for n in columns if n not in taken) or None)
 
 
 # ---- rows that stay where they are ---
@@ -305,29 +311,26 @@ class InPlace(Moves):
     keeps_activation: ClassVar[bool] = True
 
     def enter(
-        self, inputs: Inputs, quantized: tuple, routing: Any, recipe: Recipe, keep: bool
-    ) -> tuple[Any, Any]:
+        self,
+        layer: Layer,
+        inputs: Inputs,
+        quantized: tuple,
+        routing: Any,
+        recipes: Recipes,
+        keep: bool,
+    ) -> tuple[Unquantized, list[Any], Any, Any]:
         """See `Moves`."""
-        return inputs.x, None
-
-    def operands(
-        self, layer: Layer, inputs: Inputs, codes: tuple, place: Any, recipes: Recipes, keep: Any
-    ) -> tuple[Unquantized, list[Any], Any]:
-        """See `Moves`."""
-        (first, second), (wgrad, dgrad) = recipes, keep
-        sides = [product.arranged.rhs for product in (*layer.first, layer.second)]
-        floats, quantized = (*inputs.w_first, inputs.w_second), (*codes[0], codes[1])
-        weights = [
-            w if q is not None else side.arranged(w)
-            for side, w, q in zip(sides, floats, quantized, strict=True)
-        ]
-        lhs, by = layer.first[0].arranged.lhs, [*[first] * len(layer.first), second]
-        x = lhs.arranged(inputs.x)
+        (first, second), products = recipes, (*layer.first, layer.second)
+        wgrad = keep and any(w is not None for w in inputs.w_first)
+        side, wanted = products[0].arranged.lhs, (True, wgrad)
+        rows = Unquantized.of(side, inputs.x, first, "lhs", wanted)
+        floats, codes = (*inputs.w_first, inputs.w_second), (*quantized[0], quantized[1])
+        by = (*[first] * len(layer.first), second)
         *firsts, w_second = (
-            operand_for(side, w, q, recipe, "rhs", (True, dgrad))
-            for side, w, q, recipe in zip(sides, weights, quantized, by, strict=True)
+            operand_for(product.arranged.rhs, w, q, recipe, "rhs", (True, keep))
+            for product, w, q, recipe in zip(products, floats, codes, by, strict=True)
         )
-        return Unquantized.of(lhs, x, first, "lhs", (True, wgrad)), firsts, w_second
+        return rows, firsts, w_second, None
 
     def gradient(
         self, product: Static, dy: Any, place: Any, recipe: Recipe, weight: Side | None
@@ -338,26 +341,6 @@ class InPlace(Moves):
         options |= {"name": "gradient", "pads": layout.gradient_pads}
         dy = layout.gradient(layout.gathered_gradient(dy, None, weight))
         return Unquantized(dy, recipe, **options)
-
-    def forward(
-        self, product: Static, operands: tuple[Any, Any] | None, place: Any
-    ) -> Multiplication:
-        """See `Moves`."""
-        forward = product.forward((0, 0), (1, 0))
-        if operands is None:
-            return forward
-        (x, _), (w, axis) = map(_array_of, operands)
-        return forward._replace(spec=_spec_between(spec_of(x)[:-1], spec_of(w)[-3 - axis]))
-
-    def dgrad(self, product: Static, forms: FormNumbers, rows: Side, place: Any) -> Multiplication:
-        """See `Moves`."""
-        gradient, weight, split_form = forms
-        return product.dgrad(gradient, weight, rows, split_form)
-
-    def wgrad(self, product: Static, forms: FormNumbers, w: Side, place: Any) -> Multiplication:
-        """See `Moves`."""
-        rows, gradient, split_form = forms
-        return product.wgrad(rows, gradient, w, split_form)
 
     def biased(self, product: Static, y: jax.Array, bias: Any, place: Any) -> jax.Array:
         """See `Moves`."""
@@ -386,14 +369,6 @@ class InPlace(Moves):
             dy = second.arranged.gathered_gradient(back.dy, None, sides.w_second)
             db2 = _summed(dy, sides.b_second)
         return Inputs(dx, None, dw1, dw2, db1, db2)
-
-
-def _array_of(operand: Any) -> tuple[jax.Array, int]:
-    """An array that is split as the operand, and the contracted axis."""
-    if isinstance(operand, Unquantized):
-        return operand.x, operand.axis
-    form = operand[0]
-    return form.array.values if isinstance(form.array, MXArray) else form.array, form.axis
 
 
 def _plus(y: jax.Array, bias: Any, zeros: int = 0) -> jax.Array:

@@ -264,7 +264,7 @@ class Step:
 
     Attributes:
       multiplications: in order.
-      kept: numbers of operands and of their forms; the sums of a `WithSums` are form 2.
+      kept: numbers of operands and of their forms; the sums of an operand are form 2.
     """
 
     multiplications: tuple[Multiplication, ...]
@@ -318,7 +318,7 @@ class Step:
 
     def narrowed(self, number: int, operand: Any) -> Any:
         """An operand of which only those forms are wanted that the step wants."""
-        if isinstance(operand, tuple) or operand.has_sums:
+        if isinstance(operand, tuple) or operand.sums:
             return operand
         first, second = ((number, f) in self.wanted for f in (0, 1))
         return dataclasses.replace(
@@ -365,7 +365,13 @@ class Step:
         """For each operand whether each form may come as floats: it is read and not kept."""
         read = {side for one in self.multiplications for side in (one.lhs, one.rhs)}
         read -= {*self.kept}
-        may_be = [not isinstance(x, tuple) and x.may_be_floats for x in operands]
+        may_be = [
+            not isinstance(x, tuple)
+            and (isinstance(x.x, MXArray) or x.x.dtype == jnp.bfloat16)  # codes come so
+            and not x.sums
+            and x.recipe.may_be_floats(x.name, x.wanted, x.frozen)
+            for x in operands
+        ]
         return [(may and (i, 0) in read, may and (i, 1) in read) for i, may in enumerate(may_be)]
 
 

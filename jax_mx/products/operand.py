@@ -62,13 +62,10 @@ class BlockRule(NamedTuple):
     square: bool = False
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProductOperand:
-    """An operand of one product, in one form; a pytree whose leaves belong to the array.
-
-    JAX takes derivatives by the whole of a `QuantizedWeight`, whose forms get zeros that nobody
-    reads; an `MXArray` that is a pytree node refuses that.
+    """An operand of one product, in one form.
 
     Attributes:
       array: an `MXArray` or floats, arranged (arrangements.py).
@@ -77,8 +74,18 @@ class ProductOperand:
     """
 
     array: MXArray | jax.Array
-    axis: int = -1
-    gathered: bool = False
+    axis: int = dataclasses.field(default=-1, metadata={"static": True})
+    gathered: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeldForm(ProductOperand):
+    """A form of a `QuantizedWeight`: a pytree whose leaves belong to the array.
+
+    JAX takes derivatives by the whole of the weight, whose forms get zeros that nobody reads; an
+    `MXArray` that is a pytree node refuses that.
+    """
 
     def tree_flatten(self) -> tuple[tuple, tuple]:
         """The array's leaves; and what is static, of the array too."""
@@ -94,7 +101,7 @@ class ProductOperand:
         return ((jax.tree_util.GetAttrKey("array"), leaves),), static
 
     @classmethod
-    def tree_unflatten(cls, aux: tuple, children: Any) -> ProductOperand:
+    def tree_unflatten(cls, aux: tuple, children: Any) -> HeldForm:
         """The inverse."""
         (leaves,), (axis, gathered, of_array) = children, aux
         array = leaves if of_array is None else mxarray.unflattened(of_array, leaves)
@@ -115,8 +122,8 @@ class QuantizedWeight:
     """
 
     floats: jax.Array
-    contracted_form: ProductOperand
-    free_form: ProductOperand
+    contracted_form: HeldForm
+    free_form: HeldForm
     recipe: Any
     arrangement: Arrangement = dataclasses.field(metadata={"static": True})
 
@@ -161,7 +168,7 @@ def _deserialized(text: bytes) -> tuple:
 
 
 jax.export.register_pytree_node_serialization(
-    ProductOperand,
+    HeldForm,
     serialized_name="jax_mx.Form",
     serialize_auxdata=_serialized,
     deserialize_auxdata=_deserialized,
@@ -181,7 +188,6 @@ _AXES = {
     "rhs": ("contracted elements", "columns"),
     "gradient": ("columns", "rows"),
 }
-Forms = tuple[ProductOperand | None, ProductOperand | None]
 
 
 class _Part(NamedTuple):
@@ -219,8 +225,7 @@ class Unquantized:
       recipe: a `Recipe`, which says formats, scaling and windows.
       rows: int32 (R,), of x (T, columns): the operand is x[rows], with zeros for numbers that x has
         no row of; or None.
-      activation: a `Gated`, or a `WithSums` of one: the operand is what this makes of
-        x (..., rows, 2 columns); or None.
+      activation: a `Gated`: the operand is what this makes of x (..., rows, 2 columns); or None.
       name: "lhs", "rhs" or "gradient".
       axis: the axis that the first reader contracts, -1 or -2; the second reader contracts the
         other.
@@ -232,6 +237,7 @@ class Unquantized:
       number: of the operand among those that one call rounds at random by one key.
       moves: whether its rows move one by one, with their scales.
       joined: the mesh on which devices' parts of its forms are joined; or None.
+      sums: whether sums of its columns are wanted, too.
     """
 
     x: Any
@@ -247,6 +253,7 @@ class Unquantized:
     number: int = dataclasses.field(default=0, metadata={"static": True})
     moves: bool = dataclasses.field(default=False, metadata={"static": True})
     joined: Any = dataclasses.field(default=None, metadata={"static": True})
+    sums: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def of(
@@ -257,51 +264,26 @@ class Unquantized:
         name: str = "rhs",
         wanted: tuple[bool, bool] = (True, True),
     ) -> Unquantized:
-        """The operand of a dense product, of arranged floats."""
+        """The operand of a dense product, of floats that are arranged here."""
         options: dict[str, Any] = {"axis": side.axis, "wanted": wanted, "pads": side.pads}
-        return cls(x, recipe, name=name, **options)
+        return cls(side.arranged(x), recipe, name=name, **options)
 
     @property
     def uses(self) -> tuple[Use | None, Use | None]:
         """How both readers take it; None where there is none."""
-        first, second = (
-            None if not wanted else Use(None) if frozen else use
-            for use, wanted, frozen in zip(
-                self.recipe.uses(self.name), self.wanted, self.frozen, strict=True
-            )
-        )
-        return first, second
+        return self.recipe.uses(self.name, self.wanted, self.frozen)
 
     @property
     def blocks(self) -> BlockRule:
         """Its blocks, and the rule of their scales."""
         return self.recipe.blocks(self.name)
 
-    @property
-    def may_be_floats(self) -> bool:
-        """Whether there may be a kernel that gives the floats which its codes stand for."""
-        uses = [use for use in self.uses if use is not None]
-        formats = {use.format for use in uses}
-        plain = all(use.hadamard is None and use.rounding is None for use in uses)
-        is_one = len(formats) == 1 and None not in formats
-        by_blocks = all(use.window == BLOCK for use in uses) and not self.blocks.square
-        return is_one and plain and self._is_bfloat16 and by_blocks and not self.has_sums
-
-    @property
-    def _is_bfloat16(self) -> bool:
-        return self.x.dtype == jnp.bfloat16
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether sums of its columns are wanted, too."""
-        return isinstance(self.activation, WithSums)
-
     def forms(self, as_floats: Sequence[bool] = (False, False)) -> tuple[Any, ...]:
         """Both forms, None where there is no reader.
 
         Args:
           as_floats: of each form whether it is the floats that codes stand for, which one kernel
-            gives in place of these; of an operand that `may_be_floats`.
+            gives in place of these; of an operand of which there may be such.
 
         Returns:
           Both; with sums a third: float32 sums of the gradient's columns, of 32 rows each where a
@@ -313,10 +295,9 @@ class Unquantized:
         self._require_whole_blocks()
         parts, x = self._parts(as_floats), self.x
         x = padded(x, self.pads) if any(self.pads) else x
-        if self.has_sums and not self._sums_with(parts):
-            rows = made("quantize", x, self.activation.gated)
-            plain = dataclasses.replace(self, activation=self.activation.gated)
-            return *plain.forms(), rows.astype(jnp.float32)
+        if self.sums and not self._sums_with(parts):
+            rows = made("quantize", x, self.activation)
+            return *dataclasses.replace(self, sums=False).forms(), rows.astype(jnp.float32)
         forms = self._forms_of(x, parts)
         return forms.get(0), forms.get(1), *([forms[2]] if 2 in forms else [])
 
@@ -390,7 +371,8 @@ class Unquantized:
             ),
         )
         data = tuple(data_of(part.use.rounding, part.use.hadamard) for part in parts)
-        return called(first, asked, x, data, self.rows, self.activation)
+        activation = WithSums(self.activation) if self.sums else self.activation
+        return called(first, asked, x, data, self.rows, activation)
 
     @property
     def _scale_layout(self) -> ScaleLayout:
@@ -405,8 +387,7 @@ class Unquantized:
     def _made(self, x: jax.Array) -> jax.Array:
         """The floats that `quantize` would make of x."""
         x = x if self.rows is None else reference.rows_of(x, self.rows)
-        activation = self.activation.gated if self.has_sums else self.activation
-        return x if activation is None else made("quantize", x, activation)
+        return x if self.activation is None else made("quantize", x, self.activation)
 
     def _floats(self, x: jax.Array) -> jax.Array:
         """The floats that `quantize` would take, in bfloat16 unless the recipe leaves floats."""
@@ -419,7 +400,7 @@ class Unquantized:
         joint = len(parts) == 2 and None not in formats
         joint = joint and share_a_read([part.use.window for part in parts])
         alike = joint and (formats[0] == formats[1] or {*formats} <= _SUMMED)
-        return alike and not self.blocks.square and self.activation.gated.has_gate
+        return alike and not self.blocks.square and self.activation.has_gate
 
     def _require_whole_blocks(self) -> None:
         """Refuses an operand of which a shard splits a block, on a mesh with explicit axes.
@@ -455,10 +436,6 @@ class Moved(Unquantized):
     Along their elements codes stay as they are. Along the other axis rows are quantized anew, from
     what the codes stand for.
     """
-
-    @property
-    def _is_bfloat16(self) -> bool:
-        return True
 
     def forms(self, as_floats: Sequence[bool] = (False, False)) -> tuple[Any, ...]:
         """See `Unquantized.forms`."""
@@ -504,15 +481,19 @@ def _picked(q: MXArray, rows: jax.Array) -> MXArray:
     return dataclasses.replace(q, values=values, scales=scales)
 
 
-def dequantized_forms(first: ProductOperand, second: ProductOperand) -> Forms:
-    """Both forms as bfloat16: of one array that serves both, one again."""
-    floats = _in_floats(first.array)
-    others = floats if second.array is first.array else _in_floats(second.array)
-    return ProductOperand(floats, first.axis), ProductOperand(others, second.axis)
+def held_forms(request: Unquantized, dequantized: bool = False) -> tuple[HeldForm, HeldForm]:
+    """Both forms as a `QuantizedWeight` holds them; `dequantized`: as bfloat16."""
+    forms = request.forms()
+    arrays = {id(form.array): form.array for form in forms}  # of square blocks one serves both
+    if dequantized:
+        arrays = {i: floats_of(x) if isinstance(x, MXArray) else x for i, x in arrays.items()}
+    first, second = (HeldForm(arrays[id(form.array)], form.axis) for form in forms)
+    return first, second
 
 
-def _in_floats(x: Any) -> Any:
-    return floats_of(x) if isinstance(x, MXArray) else x
+def _read(forms: Sequence[HeldForm]) -> tuple[ProductOperand, ...]:
+    """The forms of a `QuantizedWeight` as products read them."""
+    return tuple(ProductOperand(**vars(form)) for form in forms)
 
 
 def weight_forms(floats: Any, quantized: Any, recipe: Any, dgrad: bool) -> Any:
@@ -528,7 +509,7 @@ def weight_forms(floats: Any, quantized: Any, recipe: Any, dgrad: bool) -> Any:
         at = quantized.axis if len(quantized.block) == 1 else -2
         return ProductOperand(quantized, at), ProductOperand(quantized, -3 - at)
     if quantized is not None:
-        return quantized
+        return _read(quantized)
     return Unquantized(floats, recipe, name="rhs", axis=-2, wanted=(True, dgrad)).forms()
 
 
@@ -539,7 +520,7 @@ def operand_for(
 
     Args:
       side: how it is arranged.
-      x: floats, arranged where nothing is quantized already; or None.
+      x: floats, which nobody reads where something is quantized already; or None.
       quantized: an `MXArray`, both forms, or None.
       recipe: of floats.
       name: "lhs" or "rhs".
@@ -549,7 +530,7 @@ def operand_for(
         form = ProductOperand(_arranged_mx(side, quantized), side.axis)
         return form, dataclasses.replace(form, axis=-3 - side.axis)
     if quantized is not None:
-        return quantized
+        return _read(quantized)
     return Unquantized.of(side, x, recipe, name, wanted)
 
 

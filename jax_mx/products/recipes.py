@@ -42,7 +42,7 @@ from jax_mx.products.operand import (
     QuantizedWeight,
     Unquantized,
     Use,
-    dequantized_forms,
+    held_forms,
 )
 from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.quantizing.preprocessing import Hadamard, Stochastic, Value
@@ -255,14 +255,34 @@ class Recipe(Value):
                         f"two; use block={BLOCK}"
                     )
 
-    def uses(self, operand: str) -> tuple[Use, Use]:
+    def uses(
+        self,
+        operand: str,
+        wanted: tuple[bool, bool] = (True, True),
+        frozen: tuple[bool, bool] = (False, False),
+    ) -> tuple[Any, Any]:
         """The formats, transforms, roundings and windows of an operand in both its products.
 
         Args:
           operand: "lhs" (forward and wgrad), "rhs" (forward and dgrad), "gradient" (dgrad, wgrad).
+          wanted: whether each of both products exists; the use is None where it does not.
+          frozen: for which of them the other operand is frozen, and this one bfloat16.
         """
-        first, second = USES[operand]
-        return self._use(operand, first), self._use(operand, second)
+        first, second = (
+            None if not is_wanted else Use(None) if is_frozen else self._use(operand, product)
+            for product, is_wanted, is_frozen in zip(USES[operand], wanted, frozen, strict=True)
+        )
+        return first, second
+
+    def may_be_floats(
+        self, operand: str, wanted: tuple[bool, bool], frozen: tuple[bool, bool]
+    ) -> bool:
+        """Whether a kernel may give the bfloat16 that an operand's codes stand for; see `uses`."""
+        uses = [use for use in self.uses(operand, wanted, frozen) if use is not None]
+        formats = {use.format for use in uses}
+        plain = all(use.hadamard is None and use.rounding is None for use in uses)
+        by_blocks = all(use.window == BLOCK for use in uses) and not self.blocks(operand).square
+        return len(formats) == 1 and None not in formats and plain and by_blocks
 
     def blocks(self, operand: str) -> BlockRule:
         """The blocks of an operand, and the rule of their scales."""
@@ -381,9 +401,8 @@ class Recipe(Value):
         contracted, batched = dimensions(op, w.ndim, contracting, batch)
         check_contracted(op, w.shape, contracted, self.units.forward)
         side = arrangement_of(w.shape, contracted, batched, self.units.dgrad)
-        first, second = Unquantized.of(side, side.arranged(jax.lax.stop_gradient(w)), self).forms()
-        if flag(op, "dequantized", dequantized):
-            first, second = dequantized_forms(first, second)
+        request = Unquantized.of(side, jax.lax.stop_gradient(w), self)
+        first, second = held_forms(request, flag(op, "dequantized", dequantized))
         plain = dataclasses.replace(self, chosen=None, weight="rhs")
         return QuantizedWeight(w, first, second, plain, side)
 

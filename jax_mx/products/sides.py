@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_mx.formats.arrangements import Arrangement, Arrangements, spec_in
 from jax_mx.formats.sharding import is_explicit, spec_of
+from jax_mx.products.contraction import ROWS, SUMS
 from jax_mx.products.multiply import Multiplication
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.quantizing.mxarray import FROZEN, MXArray
@@ -124,9 +125,11 @@ class Static(NamedTuple):
         """How operands of a dense product are arranged."""
         return cast(Arrangements, self.layout)
 
-    def forward(self, lhs: tuple[int, int], rhs: tuple[int, int]) -> Multiplication:
-        """The dense product itself, arranged."""
-        layout, spec = self.arranged, None
+    def forward(self, lhs: tuple[int, int], rhs: tuple[int, int], align: int = 1) -> Multiplication:
+        """The product itself, arranged; `align`: see `Numbers`, of a product over groups."""
+        if self.layout is None:
+            return self.multiplication(lhs, rhs, groups=ROWS, align=align)
+        layout, spec = self.layout, None
         if self.out_sharding is not None:
             ndim = layout.lhs.batch + len(layout.lhs.free) + len(layout.rhs.free)
             spec = layout.result_spec(spec_in(self.out_sharding, ndim))
@@ -145,10 +148,13 @@ class Static(NamedTuple):
         rhs: tuple[int, int],
         lhs: Side,
         like: tuple[int, int] | None = None,
+        align: int = 1,
     ) -> Multiplication:
-        """The product for the gradient of a dense lhs; `like`: the form of lhs along rows."""
+        """The product for the gradient of lhs; `like`: the form of a dense lhs along rows."""
+        if self.layout is None:
+            return self.multiplication(gradient, rhs, lhs.dtype, groups=ROWS, align=align)
         spec = lhs.arranged
-        if spec and self.arranged.lhs.swapped:  # of (B..., M..., K)
+        if spec and self.layout.lhs.swapped:  # of (B..., M..., K)
             *lead, k, m = spec
             spec = (*lead, m, k)
         options: dict[str, Any] = {"spec": spec, "fast": "dgrad" in self.fast}
@@ -162,15 +168,19 @@ class Static(NamedTuple):
         gradient: tuple[int, int],
         rhs: Side,
         like: tuple[int, int] | None = None,
+        align: int = 1,
     ) -> Multiplication:
-        """The product for the gradient of a dense rhs, of two forms along rows.
+        """The product for the gradient of rhs, of two forms along rows.
 
-        `like`: the form of rhs along its free axis.
+        `like`: the form of a dense rhs along its free axis.
         """
-        layout = self.arranged
+        options: dict[str, Any] = {"over_rows": True}
+        if self.layout is None:
+            options |= {"groups": SUMS, "align": align}
+            return self.multiplication(lhs, gradient, rhs.dtype, **options)
+        layout = self.layout
         order = (lhs, gradient) if layout.rhs.swapped else (gradient, lhs)
-        summed = len(layout.lhs.free_out) - 1
-        options: dict[str, Any] = {"spec": rhs.arranged, "summed": summed, "over_rows": True}
+        options |= {"spec": rhs.arranged, "summed": len(layout.lhs.free_out) - 1}
         options["fast"] = "wgrad" in self.fast
         if self.dtype.itemsize < rhs.dtype.itemsize:  # half the bytes, as of a bfloat16 weight
             options["moved"] = self.dtype

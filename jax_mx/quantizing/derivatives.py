@@ -25,19 +25,22 @@ def no_second(op: str, *_: Any, **__: Any) -> Any:
 
 
 reverse_only_p = Primitive("mx_reverse_only")  # the identity
-reverse_only_p.def_abstract_eval(lambda x, **_: x)
+reverse_only_p.multiple_results = True
+reverse_only_p.def_abstract_eval(lambda *args, **_: args)
 
 
-def reverse_only(op: str, second: str = "") -> Callable[[Any], Any]:
-    """A function that arrays pass on their way to a `jax.custom_vjp`: forward mode is refused.
+def reverse_only(op: str, args: Any, second: str = "") -> Any:
+    """Arrays on their way to a `jax.custom_vjp`: forward mode is refused.
 
-        y = f(*jax.tree.map(reverse_only("rms_norm"), (x, weight)))
+        y = f(*reverse_only("rms_norm", (x, weight)))
 
     Args:
       op: the public function.
+      args: a pytree of arrays. All pass at once: JAX linearizes each primitive by itself.
       second: the end of the sentence.
     """
-    return functools.partial(reverse_only_p.bind, op=op, second=second, is_tangent=False)
+    leaves, tree = jax.tree.flatten(args)
+    return tree.unflatten(reverse_only_p.bind(*leaves, op=op, second=second, is_tangent=False))
 
 
 def _require_no_tangent(op: str, second: str, is_tangent: bool) -> None:
@@ -49,18 +52,22 @@ def _require_no_tangent(op: str, second: str, is_tangent: bool) -> None:
         )
 
 
-reverse_only_p.def_impl(lambda x, **params: _require_no_tangent(**params) or x)
-mlir.register_lowering(reverse_only_p, lambda _, x, **params: _require_no_tangent(**params) or [x])
-batching.primitive_batchers[reverse_only_p] = lambda x, dims, **params: (
-    _require_no_tangent(**params) or (reverse_only_p.bind(*x, **params), dims[0])
+def _jvp_of_reverse_only(primals: Any, tangents: Any, **params: Any) -> tuple[Any, list[Any]]:
+    _require_no_tangent(**params)
+    moving = [t for t in tangents if type(t) is not ad.Zero]
+    moved = iter(reverse_only_p.bind(*moving, **params | {"is_tangent": True}) if moving else ())
+    return primals, [t if type(t) is ad.Zero else next(moved) for t in tangents]
+
+
+reverse_only_p.def_impl(lambda *args, **params: _require_no_tangent(**params) or args)
+mlir.register_lowering(
+    reverse_only_p, lambda _, *args, **params: _require_no_tangent(**params) or args
 )
-ad.primitive_jvps[reverse_only_p] = lambda primals, tangents, **params: (
-    primals[0],
-    tangents[0]
-    if _require_no_tangent(**params) or type(tangents[0]) is ad.Zero
-    else reverse_only_p.bind(*tangents, **params | {"is_tangent": True}),
+batching.primitive_batchers[reverse_only_p] = lambda args, dims, **params: (
+    _require_no_tangent(**params) or (reverse_only_p.bind(*args, **params), dims)
 )
-ad.primitive_transposes[reverse_only_p] = lambda dy, _, **__: [dy]
+ad.primitive_jvps[reverse_only_p] = _jvp_of_reverse_only
+ad.primitive_transposes[reverse_only_p] = lambda dys, *_, **__: dys
 
 
 # ---- a linear function that is known by its transpose ---
