@@ -472,7 +472,7 @@ def in_shards(split: Split):
 
 
 def mesh_lengths(split: Split) -> tuple[int, ...]:
-    """Of the mesh's axes, on eight devices."""
+    """The lengths of the mesh's axes, on eight devices."""
     return (8,) if len(split.names) == 1 else (2, 4)
 
 
