@@ -357,13 +357,15 @@ def test_memory_of_a_large_tensor(suffix, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(samples, "PART", 2**14)
     options = ["--file", tmp_path / f"x{suffix}", *ONE]
     assert run(capsys, *options)[0] == 0  # compiled, and modules imported
-    tracemalloc.start()
-    try:
-        assert run(capsys, *options)[0] == 0
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < x.nbytes
+    peaks = []
+    for _ in range(2):  # after a whole suite JAX may have forgotten programs, and trace them again
+        tracemalloc.start()
+        try:
+            assert run(capsys, *options)[0] == 0
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert min(peaks) < x.nbytes
 
 
 # ---- the command ---
