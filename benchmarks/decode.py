@@ -87,15 +87,16 @@ def scanned(
 ) -> Any:
     """`serve.forward`, where layers and caches are stacked."""
 
-    def layer(tokens: Any, one: Any) -> Any:
-        w, old = one
-        *tokens, cache = serve.layer(config, w, old, *tokens, start)
-        return tuple(tokens), cache
+    def layer(carry: Any, one: Any) -> Any:
+        (x, more), (w, old) = carry, one
+        x, more, cache = serve.layer(config, w, old, x, more, start)
+        return (x, more), cache
 
     x = model["embed_tokens"][tokens]
-    tokens, cache = jax.lax.scan(layer, (x, jnp.zeros_like(x)), (model["layers"], cache))
-    last = [part[:, -1] for part in tokens]
-    return serve.normed_product(config, *last, model["norm"], model["lm_head"])[0], cache
+    layers = model["layers"], cache
+    (x, more), cache = jax.lax.scan(layer, (x, jnp.zeros_like(x)), layers)
+    y, _ = serve.normed_product(config, x[:, -1], more[:, -1], model["norm"], model["lm_head"])
+    return y, cache
 
 
 def stacked(layers: list[Any]) -> Any:

@@ -35,6 +35,7 @@ from jax_mx.quantizing.mxarray import FROZEN, MXArray
 FORWARD = "; recipe='floats' has all, and multiplies what jax_mx.fake_quantize makes of both"
 
 
+# One jitted function, unlike a layer's passes: equal calls are traced once, also without jit.
 @partial(jax.jit, static_argnums=0)
 def product(
     static: Static, lhs: Any, lhs_q: Any, rhs: Any, rhs_q: Any, sizes: Any, recipe: Recipe

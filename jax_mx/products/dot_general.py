@@ -428,6 +428,7 @@ def normed_matmul(
     flat = (a.reshape(rows, -1) for a in (x, residual))
     arrays = [*flat, weight, w.values[None], w.scales[None]]
     operands = vary_alike(*map(jax.lax.stop_gradient, arrays))
+    # Without the barrier of `run_once`: where a token is decoded, no scan keeps y.
     y, total = products_p["normed"].bind(*operands, plan=plan)
     outs = y.reshape(*x.shape[:-1], -1), total.reshape(x.shape)
 

@@ -218,8 +218,9 @@ def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:
 def run_once(y: jax.Array) -> jax.Array:
     """The result of a kernel's call, which a scan may keep for its backward pass and also read.
 
-    Without a barrier XLA runs the call twice, a second time where the result is kept. Gradients of
-    weights want none: a scan's body does not read them, and the kernel writes where they are kept.
+    Without a barrier XLA runs the call twice, a second time where the result is kept; products that
+    are XLA's own it runs once. Gradients of weights want no barrier: a scan's body does not read
+    them, and the kernel writes where they are kept.
     """
     return jax.lax.optimization_barrier(y)
 
