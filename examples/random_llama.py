@@ -77,6 +77,19 @@ def write(folder: Path, size: str) -> None:
     jax_mx.save_safetensors(file, folder / "tables.safetensors")
 
 
+def norm(config, x, weight):
+    """RMS norm of the last axis."""
+    x32, eps = x.astype(jnp.float32), config["rms_norm_eps"]
+    return (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
+
+
+def rotated(x, positions, theta):
+    """(B, S, heads, D) turned by their positions (S,)."""
+    angles = positions[:, None, None] * theta ** -jnp.linspace(0, 1, x.shape[-1] // 2, False)
+    (a, b), cos, sin = jnp.split(x.astype(jnp.float32), 2, -1), jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
 def main() -> None:
     """Writes it, and says how large it is."""
     parser = argparse.ArgumentParser(description="Writes a random Llama in MXFP4.")

@@ -22,14 +22,9 @@ import jax_mx
 LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 RULES = {r".*(embed_tokens|lm_head).*": None, ".*": "mxfp8"}  # of a checkpoint in floats
+norm, rotated = LLAMA["norm"], LLAMA["rotated"]
 ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
 product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
-
-
-def norm(config, x, weight):
-    """RMS norm of the last axis."""
-    x32, eps = x.astype(jnp.float32), config["rms_norm_eps"]
-    return (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
 
 
 def normed_product(config, x, more, weight, w):
@@ -39,18 +34,8 @@ def normed_product(config, x, more, weight, w):
     return product(norm(config, x + more, weight), w), x + more
 
 
-def rotated(x, positions, theta):
-    """(B, S, heads, D) turned by their positions (S,)."""
-    angles = positions[:, None, None] * theta ** -jnp.linspace(0, 1, x.shape[-1] // 2, False)
-    (a, b), cos, sin = jnp.split(x.astype(jnp.float32), 2, -1), jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
-
-
 def layer(config, w, cache, x, more, start):
-    """A layer of a prompt (B, S, width), or of a token at position `start`; and its cache.
-
-    Tokens are x + more, also those that it gives: the next product adds them.
-    """
+    """A layer of tokens x + more (B, S, width) from position `start`; such two, and its cache."""
     (b, s, _), heads, d = x.shape, config["num_attention_heads"], config["head_dim"]
     positions, theta = (start + jnp.arange(s)).astype(jnp.float32), config["rope_theta"]
     qkv, x = normed_product(config, x, more, w["input_layernorm"], w["self_attn.qkv_proj"])
@@ -70,30 +55,30 @@ def layer(config, w, cache, x, more, start):
 def forward(config, model, cache, tokens, start):
     """The logits behind the last of tokens (B, S) from position `start` on; and the cache."""
     x, cache = model["embed_tokens"][tokens], [*cache]
-    more = jnp.zeros_like(x)
+    more = jnp.zeros_like(x)  # each product adds it
     for i, w in enumerate(model["layers"]):
         x, more, cache[i] = layer(config, w, cache[i], x, more, start)
-    last = x[:, -1], more[:, -1]
-    return normed_product(config, *last, model["norm"], model["lm_head"])[0], cache
+    x, more = x[:, -1], more[:, -1]
+    return normed_product(config, x, more, model["norm"], model["lm_head"])[0], cache
 
 
 def empty_cache(config, batch, length):
     """Keys and values (B, length, heads, D) of each layer."""
     shape = batch, length, config["num_key_value_heads"], config["head_dim"]
-    return [[jnp.zeros(shape, jnp.bfloat16)] * 2 for _ in range(config["num_hidden_layers"])]
+    return [[jnp.zeros(shape, jnp.bfloat16)] * 2] * config["num_hidden_layers"]
 
 
 def generate(config, steps, model, prompt):
     """The likeliest tokens (B, steps) behind a prompt (B, S)."""
-    length = prompt.shape[1]
-    cache = empty_cache(config, prompt.shape[0], length + steps)
+    batch, length = prompt.shape
+    cache = empty_cache(config, batch, length + steps)
 
     def step(carry, position):
         tokens = carry[0].argmax(-1).astype(jnp.int32)
         return forward(config, model, carry[1], tokens[:, None], position), tokens
 
-    first = forward(config, model, cache, prompt, 0)
-    return jax.lax.scan(step, first, length + jnp.arange(steps))[1].T
+    carry = forward(config, model, cache, prompt, 0)
+    return jax.lax.scan(step, carry, length + jnp.arange(steps))[1].T
 
 
 def load(folder):
