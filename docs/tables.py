@@ -227,7 +227,8 @@ def results(name: str) -> tuple[dict[str, Any], Rows]:
     about, rows = read(RESULTS / f"{name}.json")
     rows = [row for row in rows if "error" not in row]
     about = about or of_rows(rows)
-    if others_now(about.get("commit", ""), kernels_of_rows(about.get("commit", ""))):
+    commit = about.get("commit", "")
+    if others_now(commit, kernels_of_rows(commit)):
         ways = ((row, row.get("way", row.get("implementation", ""))) for row in rows)
         rows = [row for row, way in ways if "us" not in row or not re.match(ROWS_WAY, way)]
     return about, rows
@@ -252,15 +253,15 @@ def caption(about: Mapping[str, Any], measures: str, kernels: Sequence[str] = ()
     that were different then.
     """
     where = [about["device"], about.get("runs", "one run")]
-    where += [f"commit {about['commit']}"] if about.get("commit") else []
+    commit = about.get("commit", "")
+    where += [f"commit {commit}"] * bool(commit)
     where += [about["date"]] if about.get("date") else []
     where += [f"jax {about['jax']}"] if about.get("jax") else []
     said = f"{', '.join(where)}; `{measures}`."
-    commit = about.get("commit", "")
     taken = [n for n in verified_at(commit) if n.startswith(tuple(kernels))]
     if ROW not in kernels:
         taken = [*{*taken}.difference(kernels_of_rows(commit))]
-    if other := others_now(about.get("commit", ""), taken):
+    if other := others_now(commit, taken):
         of = f"of the {len(taken)} kernels of such programs"
         return f"{said} Since then {other} {of} have been built anew."
     return said

@@ -286,9 +286,9 @@ def _layer(
     first = tuple(product.unfollowed for product in static.first)
     static = static._replace(first=first, second=static.second.unfollowed)
     y, _ = _forward(static, inputs, quantized, routing, recipes, keep=False)
-    return (
-        _with_rest(static, y, inputs, quantized, routing, recipes) if static.moves.in_rounds else y
-    )
+    if static.moves.in_rounds:
+        y = _with_rest(static, y, inputs, quantized, routing, recipes)
+    return y
 
 
 def _fwd(static: Layer, *args: Any) -> tuple:
@@ -327,7 +327,7 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     """The result; and the residuals, if a backward pass follows."""
     moves, first = static.moves, static.first
-    sides = static.sides(inputs)
+    sides: Any = static.sides(inputs) if keep else None
     rows, firsts, second, place = moves.enter(static, inputs, quantized, routing, recipes, keep)
     sizes, scale, align = _of_place(place)
     again = keep and static.residuals == "inputs"
@@ -372,9 +372,9 @@ def biased(static: Layer, gate_up: Any, biases: tuple[Any, ...], place: Any) -> 
 
 def _of_place(place: Any) -> tuple[Any, Any, int]:
     """The sizes of groups, the scale of each row between both products; and what divides sizes."""
-    return (
-        (None, None, 1) if place is None else (place.groups.sizes, place.scale, place.groups.align)
-    )
+    if place is None:
+        return None, None, 1
+    return place.groups.sizes, place.scale, place.groups.align
 
 
 def _bwd(static: Layer, residual: tuple[jax.Array, Kept, Any], dy: Any) -> tuple:
