@@ -89,14 +89,19 @@ def scanned(
 
     def layer(carry: Any, one: Any) -> Any:
         (x, more), (w, old) = carry, one
-        x, more, cache = serve.layer(config, w, old, x, more, start)
+        ahead = w["input_layernorm"], w["self_attn.qkv_proj"]
+        of_mlp = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
+        y, x = serve.chain(config, more, [ahead], x)
+        y, cache = serve.attention(config, old, y, start)
+        steps = [w["self_attn.o_proj"], of_mlp, w["mlp.down_proj"]]
+        more, x = serve.chain(config, y, steps, x)
         return (x, more), cache
 
     x = model["embed_tokens"][tokens]
     layers = model["layers"], cache
     (x, more), cache = jax.lax.scan(layer, (x, jnp.zeros_like(x)), layers)
-    y, _ = serve.normed_product(config, x[:, -1], more[:, -1], model["norm"], model["lm_head"])
-    return y, cache
+    last = model["norm"], model["lm_head"]
+    return serve.chain(config, more[:, -1], [last], x[:, -1])[0], cache
 
 
 def stacked(layers: list[Any]) -> Any:

@@ -77,6 +77,12 @@ def write(folder: Path, size: str) -> None:
     jax_mx.save_safetensors(file, folder / "tables.safetensors")
 
 
+def empty_cache(config, batch, length):
+    """Keys and values (B, length, heads, D) of each layer."""
+    shape = batch, length, config["num_key_value_heads"], config["head_dim"]
+    return [[jnp.zeros(shape, jnp.bfloat16)] * 2] * config["num_hidden_layers"]
+
+
 def norm(config, x, weight):
     """RMS norm of the last axis."""
     x32, eps = x.astype(jnp.float32), config["rms_norm_eps"]

@@ -22,50 +22,56 @@ import jax_mx
 LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 RULES = {r".*(embed_tokens|lm_head).*": None, ".*": "mxfp8"}  # of a checkpoint in floats
-norm, rotated = LLAMA["norm"], LLAMA["rotated"]
-ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
+norm, rotated, empty_cache = LLAMA["norm"], LLAMA["rotated"], LLAMA["empty_cache"]
+ATTENTION = {"implementation": "cudnn" if jax.default_backend() == "gpu" else "xla"}
 product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
 
 
-def normed_product(config, x, more, weight, w):
-    """The product of the norm of x + more, and this sum: of up to four tokens one kernel."""
-    if isinstance(w, jax_mx.MXArray) and x.size // x.shape[-1] <= 4:
-        return jax_mx.normed_matmul(x, more, weight, w, eps=config["rms_norm_eps"])
-    return product(norm(config, x + more, weight), w), x + more
+def chain(config, x, steps, residual):
+    """`jax_mx.matmul_chain`: of up to four tokens one call. Of more, and of floats, plain JAX."""
+    steps = [step if isinstance(step, tuple) else (None, step) for step in steps]
+    if isinstance(steps[0][1], jax_mx.MXArray) and x.size // x.shape[-1] <= 4:
+        return jax_mx.matmul_chain(x, steps, residual=residual, eps=config["rms_norm_eps"])
+    for weight, w, *activation in steps:
+        if weight is not None:
+            residual = residual + x
+            x = norm(config, residual, weight)
+        x = product(x, w)
+        if activation:
+            gate, up = jnp.split(x, 2, -1)
+            x = jax.nn.silu(gate) * up
+    return x, residual
 
 
-def layer(config, w, cache, x, more, start):
-    """A layer of tokens x + more (B, S, width) from position `start`; such two, and its cache."""
-    (b, s, _), heads, d = x.shape, config["num_attention_heads"], config["head_dim"]
+def attention(config, cache, qkv, start):
+    """What tokens (B, S) from position `start` on attend to, of their products; and the cache."""
+    (b, s, _), heads, d = qkv.shape, config["num_attention_heads"], config["head_dim"]
     positions, theta = (start + jnp.arange(s)).astype(jnp.float32), config["rope_theta"]
-    qkv, x = normed_product(config, x, more, w["input_layernorm"], w["self_attn.qkv_proj"])
-    qkv = qkv.reshape(b, s, -1, d)
-    q, k, v = jnp.split(qkv, [heads, heads + config["num_key_value_heads"]], 2)
+    q, k, v = jnp.split(qkv.reshape(b, s, -1, d), [heads, heads + config["num_key_value_heads"]], 2)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
     cache = [*map(put, cache, (rotated(k, positions, theta), v))]
-    seen = {"is_causal": s > 1, "key_value_seq_lengths": jnp.full(b, start + s, jnp.int32)}
-    q = rotated(q, positions, theta)
-    y = jax.nn.dot_product_attention(q, *cache, **seen, implementation=ATTENTION)
-    more, of_mlp = product(y.reshape(b, s, -1), w["self_attn.o_proj"]), w["mlp.gate_up_proj"]
-    gate_up, x = normed_product(config, x, more, w["post_attention_layernorm"], of_mlp)
-    gate, up = jnp.split(gate_up, 2, -1)
-    return x, product(jax.nn.silu(gate) * up, w["mlp.down_proj"]), cache
+    seen = ATTENTION | {
+        "is_causal": s > 1,
+        "key_value_seq_lengths": jnp.full(b, start + s, jnp.int32),
+    }
+    y = jax.nn.dot_product_attention(rotated(q, positions, theta), *cache, **seen)
+    return y.reshape(b, s, -1), cache
 
 
 def forward(config, model, cache, tokens, start):
     """The logits behind the last of tokens (B, S) from position `start` on; and the cache."""
-    x, cache = model["embed_tokens"][tokens], [*cache]
-    more = jnp.zeros_like(x)  # each product adds it
-    for i, w in enumerate(model["layers"]):
-        x, more, cache[i] = layer(config, w, cache[i], x, more, start)
-    x, more = x[:, -1], more[:, -1]
-    return normed_product(config, x, more, model["norm"], model["lm_head"])[0], cache
-
-
-def empty_cache(config, batch, length):
-    """Keys and values (B, length, heads, D) of each layer."""
-    shape = batch, length, config["num_key_value_heads"], config["head_dim"]
-    return [[jnp.zeros(shape, jnp.bfloat16)] * 2] * config["num_hidden_layers"]
+    layers, x, cache = model["layers"], model["embed_tokens"][tokens], [*cache]
+    ahead = [(w["input_layernorm"], w["self_attn.qkv_proj"]) for w in layers]
+    ahead.append((model["norm"], model["lm_head"]))
+    y, x = chain(config, x, ahead[:1], jnp.zeros_like(x))
+    for i, w in enumerate(layers):
+        y, cache[i] = attention(config, cache[i], y, start)
+        if w is layers[-1]:
+            y, x = y[:, -1], x[:, -1]
+        of_mlp = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
+        steps = [w["self_attn.o_proj"], of_mlp, w["mlp.down_proj"], ahead[i + 1]]
+        y, x = chain(config, y, steps, x)
+    return y, cache
 
 
 def generate(config, steps, model, prompt):

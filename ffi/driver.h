@@ -40,7 +40,7 @@ struct Grid {
 struct Settings {
   unsigned shared = 0;                           // bytes of dynamic shared memory per thread block
   std::array<unsigned, 3> cluster = {1, 1, 1};  // thread blocks
-  bool early_start = false;  // may start before what precedes it in the stream has ended
+  bool early_start = false;  // may start before the call's launch ahead of it has ended
 
   unsigned blocks() const { return cluster[0] * cluster[1] * cluster[2]; }
   bool extended() const { return blocks() > 1 || early_start; }

@@ -1,4 +1,4 @@
-// One XLA FFI target that launches any compiled kernel on XLA's stream.
+// One XLA FFI target that launches any compiled kernel, or several, on XLA's stream.
 //
 // The call carries the kernel's name and everything that its launch needs; this file knows
 // pointers, integers and dimensions, and nothing of what the kernel computes.
@@ -14,6 +14,14 @@
 //   absent   i64[k], optional: the numbers, ascending, of operands that the kernel knows and the
 //            call does not have. Their pointers are null.
 //   device   i64, on XLA's CPU platform only: the device of the stand-in driver.
+//
+//   steps    a dictionary, in place of kernels, merge and absent: a call of several launches, one
+//            after the other on the stream, named "0", "1" and so on. Each is a dictionary of
+//            kernels, and of:
+//     operands  i64[k]: for each of the kernel's operands its number in the call, which counts the
+//               call's operands, then its results; -1: it has none, and the pointer is null. So a
+//               launch reads what one ahead of it wrote.
+//     results   i64[k]: for each of the kernel's results its number in the call.
 //
 // Buffers are numbered operands first, then results; absent operands count.
 //
@@ -58,8 +66,9 @@
 //            kernel reads). An entry without any takes the operands' pointers, the results'
 //            pointers, then the scalars.
 //   settings  i64[symbols x 5], optional: (bytes of dynamic shared memory, the cluster's thread
-//            blocks along three axes, whether the entry may start before what precedes it in the
-//            stream has ended: CUDA's programmatic dependent launch). 0, 1, 1, 1, 0 without.
+//            blocks along three axes, whether the entry may start before the call's launch ahead of
+//            it has ended: CUDA's programmatic dependent launch). 0, 1, 1, 1, 0 without. The first
+//            launch of a call starts when all before it in the stream has ended.
 //   scratch  i64[k x 2], optional: (buffer, clear): a result of the call that is the kernel's
 //            workspace. It must have at least the bytes that `scratch_bytes` says; if `clear` is 1
 //            these are set to zero on the stream before the launch.
@@ -77,6 +86,7 @@
 #include <atomic>
 #include <cfenv>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -136,22 +146,29 @@ struct Host {
   }
 };
 
-template <typename Platform>
-struct State {
-  static inline ffi::TypeId id = {};
-  static inline ffi::TypeInfo info = ffi::MakeTypeInfo<State>();
-
+// One launch of a call: its kernel for each chip, and the buffers that it takes.
+struct Step {
   struct Loaded {  // the kernel that fits a device
     const Kernel* kernel;
     std::vector<Handle> handles;  // per entry
   };
   std::map<std::string, Kernel, std::less<>> kernels;
-  int32_t device = 0;  // of those that the host stands in for
   std::vector<int64_t> merge, absent;
+  bool wired = false;  // whether `operands` and `results` name its buffers; else it has the call's
+  std::vector<int64_t> operands, results;
   std::mutex mutex;
   std::map<const Kernel*, std::unique_ptr<Loaded>> loaded;
   std::array<std::atomic<const Loaded*>, kMaxDevices> ready{};  // per device
   std::array<int64_t, kMaxDevices> multiprocessors{};           // written before `ready`
+};
+
+template <typename Platform>
+struct State {
+  static inline ffi::TypeId id = {};
+  static inline ffi::TypeInfo info = ffi::MakeTypeInfo<State>();
+
+  std::deque<Step> steps;  // in the order of their launches
+  int32_t device = 0;      // of those that the host stands in for
 };
 
 // ---- instantiate: when an executable is built or deserialized; needs no device -----------------
@@ -212,45 +229,74 @@ ffi::Error NoDevice(int64_t device) {
                  std::to_string(kMaxDevices - 1));
 }
 
+bool AreWithin(const std::vector<int64_t>& numbers, int64_t from, size_t to) {
+  return std::all_of(numbers.begin(), numbers.end(),
+                     [&](int64_t n) { return n >= from && n < static_cast<int64_t>(to); });
+}
+
+// Reads a launch: the attributes of a call, or of one of its `steps`.
+ffi::Error Read(const ffi::Dictionary& attrs, Step* step) {
+  auto kernels = attrs.get<ffi::Dictionary>("kernels");
+  if (!kernels.has_value() || kernels->size() == 0)
+    return Invalid("the call has no attribute kernels");
+  for (auto it = kernels->begin(); it != kernels->end(); ++it) {
+    auto kernel = kernels->get<ffi::Dictionary>(*it);
+    if (!kernel.has_value()) return Invalid("an entry of kernels is not a dictionary");
+    Kernel& own = step->kernels[std::string(*it)];
+    if (ffi::Error error = Parser(*kernel, &own).Parse(); error.failure()) return error;
+    if (ffi::Error error = Resolve(*kernel, &own); error.failure()) return error;
+  }
+  std::vector<std::pair<std::string, const Kernel*>> missing;
+  for (const auto& [chip, kernel] : step->kernels)
+    if (kernel.image == nullptr) missing.emplace_back(chip, &kernel);
+  if (missing.size() == step->kernels.size()) return NotFound(missing);
+  for (auto [name, to] : {std::pair("merge", &step->merge), std::pair("absent", &step->absent),
+                          std::pair("operands", &step->operands),
+                          std::pair("results", &step->results)}) {
+    ffi::Span<const int64_t> numbers;
+    if (!Optional(attrs, name, &numbers))
+      return Invalid(std::string("attribute ") + name + " has the wrong type");
+    to->assign(numbers.begin(), numbers.end());
+  }
+  if (!AreWithin(step->merge, 0, step->merge.size()))
+    return Invalid("merge numbers a dimension out of range");
+  if (!AreWithin(step->absent, 0, kMaxBuffers) ||
+      std::adjacent_find(step->absent.begin(), step->absent.end(), std::greater_equal<>()) !=
+          step->absent.end())
+    return Invalid("absent is not ascending or out of range");
+  if (!AreWithin(step->operands, -1, kMaxCall) || !AreWithin(step->results, 0, kMaxCall))
+    return Invalid("operands or results number a buffer out of range");
+  return ffi::Error::Success();
+}
+
 template <typename Platform>
 ffi::ErrorOr<std::unique_ptr<State<Platform>>> Instantiate(ffi::Dictionary attrs) {
   if (ffi::Error error = CheckVersion(attrs); error.failure())
     return ffi::Unexpected(std::move(error));
-  auto kernels = attrs.get<ffi::Dictionary>("kernels");
-  if (!kernels.has_value() || kernels->size() == 0)
-    return ffi::Unexpected(Invalid("the call has no attribute kernels"));
   auto state = std::make_unique<State<Platform>>();
-  for (auto it = kernels->begin(); it != kernels->end(); ++it) {
-    auto kernel = kernels->get<ffi::Dictionary>(*it);
-    if (!kernel.has_value())
-      return ffi::Unexpected(Invalid("an entry of kernels is not a dictionary"));
-    Kernel& own = state->kernels[std::string(*it)];
-    if (ffi::Error error = Parser(*kernel, &own).Parse(); error.failure())
-      return ffi::Unexpected(std::move(error));
-    if (ffi::Error error = Resolve(*kernel, &own); error.failure())
-      return ffi::Unexpected(std::move(error));
-  }
-  std::vector<std::pair<std::string, const Kernel*>> missing;
-  for (const auto& [chip, kernel] : state->kernels)
-    if (kernel.image == nullptr) missing.emplace_back(chip, &kernel);
-  if (missing.size() == state->kernels.size()) return ffi::Unexpected(NotFound(missing));
   int64_t device = 0;
-  ffi::Span<const int64_t> merge, absent;
-  if (!Optional(attrs, "device", &device) || !Optional(attrs, "merge", &merge) ||
-      !Optional(attrs, "absent", &absent))
-    return ffi::Unexpected(Invalid("attribute device, merge or absent has the wrong type"));
+  if (!Optional(attrs, "device", &device))
+    return ffi::Unexpected(Invalid("attribute device has the wrong type"));
   if (device < 0 || device >= static_cast<int64_t>(kMaxDevices))
     return ffi::Unexpected(NoDevice(device));
   state->device = static_cast<int32_t>(device);
-  state->merge.assign(merge.begin(), merge.end());
-  state->absent.assign(absent.begin(), absent.end());
-  for (int64_t group : state->merge)
-    if (group < 0 || group >= static_cast<int64_t>(state->merge.size()))
-      return ffi::Unexpected(Invalid("merge numbers a dimension out of range"));
-  for (size_t i = 0; i < state->absent.size(); ++i)
-    if (state->absent[i] < 0 || state->absent[i] >= static_cast<int64_t>(kMaxBuffers) ||
-        (i > 0 && state->absent[i] <= state->absent[i - 1]))
-      return ffi::Unexpected(Invalid("absent is not ascending or out of range"));
+  if (!attrs.contains("steps")) {
+    if (ffi::Error error = Read(attrs, &state->steps.emplace_back()); error.failure())
+      return ffi::Unexpected(std::move(error));
+    return state;
+  }
+  auto steps = attrs.get<ffi::Dictionary>("steps");
+  if (!steps.has_value() || steps->size() == 0)
+    return ffi::Unexpected(Invalid("steps is not a dictionary of launches"));
+  for (size_t i = 0; i < steps->size(); ++i) {
+    auto step = steps->get<ffi::Dictionary>(std::to_string(i));
+    if (!step.has_value())
+      return ffi::Unexpected(Invalid("steps has no launch " + std::to_string(i)));
+    Step& own = state->steps.emplace_back();
+    own.wired = true;
+    if (ffi::Error error = Read(*step, &own); error.failure())
+      return ffi::Unexpected(std::move(error));
+  }
   return state;
 }
 
@@ -282,33 +328,33 @@ Failure CheckDriver(const Driver& driver, const Kernel& kernel) {
 }
 
 template <typename Platform>
-ffi::Error Load(State<Platform>* state, int32_t device) {
+ffi::Error Load(Step* step, int32_t device) {
   const auto& driver = Platform::driver();
   if (const Failure& why = driver.unusable(); !why.empty())
     return ffi::Error(ffi::ErrorCode::kUnavailable, "jax_mx: no GPU driver: " + why);
   if (device < 0 || static_cast<size_t>(device) >= kMaxDevices) return NoDevice(device);
   std::string chip;
   if (Failure f = driver.Chip(device, &chip); !f.empty()) return Internal(f);
-  auto it = state->kernels.find(chip);
-  if (it == state->kernels.end()) {
+  auto it = step->kernels.find(chip);
+  if (it == step->kernels.end()) {
     std::string have;
-    for (const auto& [name, kernel] : state->kernels) have += (have.empty() ? "" : ", ") + name;
+    for (const auto& [name, kernel] : step->kernels) have += (have.empty() ? "" : ", ") + name;
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
                       "jax_mx: the program holds kernels for " + have + ", this device is " + chip +
                           "; lower it for this device, or with implementation=\"xla\"");
   }
-  std::lock_guard<std::mutex> lock(state->mutex);
+  std::lock_guard<std::mutex> lock(step->mutex);
   Kernel& kernel = it->second;
   if (kernel.image == nullptr) kernel.image = Store::Get().Find(kernel.sha256);
   if (kernel.image == nullptr) return NotFound({{chip, &kernel}});
   const auto where = [&](const Entry& entry) {
     return " (" + entry.symbol + ", image " + kernel.sha256.substr(0, 12) + ")";
   };
-  auto& loaded = state->loaded[&kernel];
+  auto& loaded = step->loaded[&kernel];
   if (loaded == nullptr) {
     if (Failure f = CheckDriver(driver, kernel); !f.empty())
       return Internal(f + where(kernel.entries.front()));
-    auto fresh = std::make_unique<typename State<Platform>::Loaded>();
+    auto fresh = std::make_unique<Step::Loaded>();
     fresh->kernel = &kernel;
     std::lock_guard<std::mutex> image_lock(kernel.image->mutex);
     for (const Entry& entry : kernel.entries) {
@@ -334,66 +380,97 @@ ffi::Error Load(State<Platform>* state, int32_t device) {
       return Internal(f + where(kernel.entries[i]));
   const auto index = static_cast<size_t>(device);
   if (kernel.counts_multiprocessors) {
-    int64_t& count = state->multiprocessors[index];
+    int64_t& count = step->multiprocessors[index];
     if (Failure f = driver.Multiprocessors(device, &count); !f.empty()) return Internal(f);
     if (count < 1) return Internal("the driver does not say how many multiprocessors there are");
   }
-  state->ready[index].store(loaded.get(), std::memory_order_release);
+  step->ready[index].store(loaded.get(), std::memory_order_release);
   return ffi::Error::Success();
 }
 
-template <typename Platform>
-const typename State<Platform>::Loaded* Ready(const State<Platform>* state, int32_t device) {
+const Step::Loaded* Ready(const Step& step, int32_t device) {
   if (device < 0 || static_cast<size_t>(device) >= kMaxDevices) return nullptr;
-  return state->ready[static_cast<size_t>(device)].load(std::memory_order_acquire);
+  return step.ready[static_cast<size_t>(device)].load(std::memory_order_acquire);
 }
 
 // ---- initialize: before every run, never under capture, the device's context current -----------
 template <typename Platform>
 ffi::Error Initialize(State<Platform>* state, int32_t device) {
-  if (Ready(state, device) != nullptr) return ffi::Error::Success();
-  return Load(state, device);
+  for (Step& step : state->steps)
+    if (Ready(step, device) == nullptr)
+      if (ffi::Error error = Load<Platform>(&step, device); error.failure()) return error;
+  return ffi::Error::Success();
 }
 
 // ---- execute: no allocation, synchronization or load -------------------------------------------
 // The call that this thread is launching, for a stand-in driver: a real one is not told sizes.
 thread_local const Buffers* launching = nullptr;
 
-template <typename Platform>
-ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::RemainingArgs args,
-                   ffi::RemainingRets rets) {
-  Buffers buffers;
-  buffers.merge = &state->merge;
-  bool fits = true;
-  auto absent = state->absent.begin();
-  const auto skip = [&] {
-    for (; absent != state->absent.end() && *absent == static_cast<int64_t>(buffers.size); ++absent)
-      fits &= buffers.Add();
+// The buffers of a launch: the call's, but for absent ones; or those that it numbers.
+ffi::Error Gather(const Step& step, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                  Buffers* to, bool* fits) {
+  const auto add = [&](size_t i) -> ffi::Error {
+    if (i < args.size()) {
+      auto buffer = args.get<ffi::AnyBuffer>(i);
+      if (!buffer.has_value()) return buffer.error();
+      *fits &= to->Add(*buffer);
+    } else {
+      auto buffer = rets.get<ffi::AnyBuffer>(i - args.size());
+      if (!buffer.has_value()) return buffer.error();
+      *fits &= to->Add(**buffer);
+    }
+    return ffi::Error::Success();
   };
-  for (size_t i = 0; i < args.size(); ++i) {
-    skip();
-    auto buffer = args.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value()) return buffer.error();
-    fits &= buffers.Add(*buffer);
+  const size_t size = args.size() + rets.size();
+  *fits = true;
+  to->merge = &step.merge;
+  if (step.wired) {
+    for (const auto* numbers : {&step.operands, &step.results}) {
+      for (int64_t i : *numbers) {
+        if (i >= static_cast<int64_t>(size))
+          return Invalid("a launch takes buffer " + std::to_string(i) + ", the call has " +
+                         std::to_string(size));
+        if (i < 0) {
+          *fits &= to->Add();
+        } else if (ffi::Error error = add(static_cast<size_t>(i)); error.failure()) {
+          return error;
+        }
+      }
+      if (numbers == &step.operands) to->operands = to->size;
+    }
+    return ffi::Error::Success();
   }
-  skip();
-  if (absent != state->absent.end()) return Invalid("absent numbers a buffer beyond the operands");
-  buffers.operands = buffers.size;
-  for (size_t i = 0; i < rets.size(); ++i) {
-    auto buffer = rets.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value()) return buffer.error();
-    fits &= buffers.Add(**buffer);
+  auto absent = step.absent.begin();
+  const auto skip = [&] {
+    for (; absent != step.absent.end() && *absent == static_cast<int64_t>(to->size); ++absent)
+      *fits &= to->Add();
+  };
+  for (size_t i = 0; i <= size; ++i) {
+    if (i <= args.size()) skip();
+    if (i == args.size()) to->operands = to->size;
+    if (i == size) break;
+    if (ffi::Error error = add(i); error.failure()) return error;
   }
-  const auto* loaded = Ready(state, device);
+  if (absent != step.absent.end()) return Invalid("absent numbers a buffer beyond the operands");
+  return ffi::Error::Success();
+}
+
+template <typename Platform>
+ffi::Error Launch(Step* step, int32_t device, Handle stream, const ffi::RemainingArgs& args,
+                  const ffi::RemainingRets& rets, bool* launched) {
+  Buffers buffers;
+  bool fits = true;
+  if (ffi::Error error = Gather(*step, args, rets, &buffers, &fits); error.failure()) return error;
+  const auto* loaded = Ready(*step, device);
   if (loaded == nullptr) {
-    if (ffi::Error error = Load(state, device); error.failure()) return error;
-    loaded = Ready(state, device);
+    if (ffi::Error error = Load<Platform>(step, device); error.failure()) return error;
+    loaded = Ready(*step, device);
   }
   const Kernel& kernel = *loaded->kernel;
   if (!fits || buffers.size != kernel.buffers())
     return Invalid(kernel.name() + " takes " + std::to_string(kernel.buffers()) +
                    " buffers, the call passes " + std::to_string(buffers.size));
-  buffers.multiprocessors = state->multiprocessors[static_cast<size_t>(device)];
+  buffers.multiprocessors = step->multiprocessors[static_cast<size_t>(device)];
   size_t index = 0;
   while (index < kernel.entries.size() && !Serves(kernel, index, buffers)) ++index;
   if (index == kernel.entries.size())
@@ -439,11 +516,25 @@ ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::R
   ++counters.launches;
   if (index != 0) ++counters.fallback_entries;
   if (driver.IsCapturing(stream)) ++counters.captured;
+  Settings settings = entry.settings;
+  settings.early_start &= *launched;
   launching = &buffers;
-  Failure failure = driver.Launch(loaded->handles[index], device, arguments.grid, entry.settings,
-                                  stream, params.data());
+  Failure failure =
+      driver.Launch(loaded->handles[index], device, arguments.grid, settings, stream, params.data());
   launching = nullptr;
+  *launched = true;
   return failure.empty() ? ffi::Error::Success() : internal(failure);
+}
+
+template <typename Platform>
+ffi::Error Execute(State<Platform>* state, int32_t device, Handle stream, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
+  bool launched = false;
+  for (Step& step : state->steps) {
+    ffi::Error error = Launch<Platform>(&step, device, stream, args, rets, &launched);
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
 }
 
 // ---- the three stages as XLA sees them ----------------------------------------------------------

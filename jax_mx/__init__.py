@@ -39,10 +39,11 @@ from jax_mx.norms.rms_norm import rms_norm as rms_norm
 from jax_mx.products import lowering as lowering  # rules that primitives of products need
 from jax_mx.products.can_multiply import can_multiply as can_multiply
 from jax_mx.products.choices import Choice as Choice
+from jax_mx.products.decoding import matmul_chain as matmul_chain
+from jax_mx.products.decoding import normed_matmul as normed_matmul
 from jax_mx.products.dot_general import dot_general as dot_general
 from jax_mx.products.dot_general import einsum as einsum
 from jax_mx.products.dot_general import matmul as matmul
-from jax_mx.products.dot_general import normed_matmul as normed_matmul
 from jax_mx.products.gathering import gather_weight as gather_weight
 from jax_mx.products.groups import Groups as Groups
 from jax_mx.products.mlp import mlp as mlp

@@ -18,7 +18,7 @@ from jaxlib.mlir import ir
 from jax_mx.launch import compiler, private, store
 from jax_mx.launch.binary import Binary
 from jax_mx.launch.chips import arch_of
-from jax_mx.launch.rule import call_attributes
+from jax_mx.launch.rule import call_attributes, steps_attributes
 
 logger = logging.getLogger("jax_mx")
 
@@ -107,6 +107,21 @@ def emit(
         extra_attributes=None if batch is None else _sharding_attributes(ctx, batch),
     )
     return rule(ctx, *operands, **call_attributes(kernels, **attributes))
+
+
+def emit_steps(
+    ctx: mlir.LoweringRuleContext, *operands: Any, steps: Sequence[Any], device: int | None
+) -> Any:
+    """The custom call that launches several kernels, of row-major arrays; XLA splits none of them.
+
+    Args:
+      ctx: JAX's.
+      operands: MLIR values.
+      steps: see `rule.steps_attributes`.
+      device: see `rule.call_attributes`.
+    """
+    rule = ffi.ffi_lowering(store.TARGET)
+    return rule(ctx, *operands, **steps_attributes(steps, device=device))
 
 
 def _sharding_attributes(ctx: mlir.LoweringRuleContext, batch: int) -> dict | None:

@@ -345,8 +345,8 @@ class Entry:
       usage: the compiler's figures for the entry; for reports alone.
       shared: bytes of dynamic shared memory per thread block.
       cluster: thread blocks of a cluster, along three axes; 16 at most. CUDA only.
-      early_start: whether it may start before what precedes it in the stream has ended; it must
-        then wait for that itself before it touches memory. CUDA only.
+      early_start: whether it may start before the call's launch ahead of it has ended. It must then
+        wait for that itself before it touches what a launch of the call writes. CUDA only.
       parameters: in the kernel's order. By default the operands' pointers, the results' pointers,
         then the scalars.
     """
@@ -503,14 +503,40 @@ def call_attributes(
       absent: the numbers, ascending, of operands that the kernel knows and the call does not have.
       device: on the CPU, the stand-in driver's device.
     """
-    attributes: dict[str, Any] = {"abi": np.int64(ABI), "kernels": dict(kernels)}
+    attributes = _of_call(device) | {"kernels": dict(kernels)}
     if merge:
         attributes["merge"] = _int64(merge)
     if absent:
         attributes["absent"] = _int64(absent)
-    if device is not None:
-        attributes["device"] = np.int64(device)
     return attributes
+
+
+def steps_attributes(
+    steps: Sequence[tuple[Mapping[str, Mapping[str, Any]], Sequence[int], Sequence[int]]],
+    *,
+    device: int | None = None,
+) -> dict[str, Any]:
+    """The same of a call that launches several kernels, one after the other.
+
+    Args:
+      steps: for each launch its kernels, and the numbers of its operands and of its results in the
+        call, which counts the call's operands, then its results; -1: the launch has no such one.
+      device: see `call_attributes`.
+    """
+    every = {
+        str(i): {
+            "kernels": dict(kernels),
+            "operands": _int64(operands),
+            "results": _int64(results),
+        }
+        for i, (kernels, operands, results) in enumerate(steps)
+    }
+    return _of_call(device) | {"steps": every}
+
+
+def _of_call(device: int | None) -> dict[str, Any]:
+    attributes: dict[str, Any] = {"abi": np.int64(ABI)}
+    return attributes if device is None else attributes | {"device": np.int64(device)}
 
 
 def _extent_of(scalar: Scalar, values: Mapping[str, int]) -> Extent:

@@ -23,6 +23,7 @@ from jax_mx.norms import reference as norms
 from jax_mx.quantizing.facts.product_kernels import DIRECT, FEWEST, UNIT, normed_fits
 from jax_mx.quantizing.plan import ProductPlan
 from jax_mx.quantizing.primitive import Op, make_primitive, one_by_one
+from jax_mx.quantizing.reference.activations import gated
 
 
 # ---- what they compute: operands as float32, sums in float32 ---
@@ -120,9 +121,9 @@ def _product_avals(*operands, plan: ProductPlan):
 
 
 def _normed_avals(*operands, plan: ProductPlan):
-    """The abstract values of y (T, N) and of the sum (T, K)."""
+    """The abstract values of y (T, N), with an activation (T, N / 2), and of the sum (T, K)."""
     x, codes = operands[0], operands[plan.signature.number("codes")]
-    columns = codes.shape[1], x.shape[1]
+    columns = codes.shape[1] // (2 if plan.activation else 1), x.shape[1]
     return [unsplit("mx_normed", operands, (x.shape[0], n), plan.dtype) for n in columns]
 
 
@@ -131,8 +132,9 @@ def _normed_reference(x, residual, weight, codes, scales, *, plan: ProductPlan):
     total = norms.added(x, residual)
     floats, _ = norms.rms_norm(total, weight, plan.eps)
     rows = DIRECT if x.shape[0] <= DIRECT else FEWEST
-    alone = dataclasses.replace(plan, op="matmul", rows=rows, eps=0.0)
-    return [product([floats, codes, scales], alone), total]
+    alone = dataclasses.replace(plan, op="matmul", rows=rows, eps=0.0, activation="")
+    y = product([floats, codes, scales], alone)
+    return [gated(jnp.split(y, 2, -1), None, plan.activation) if plan.activation else y, total]
 
 
 def _batch_normed(primitive: Primitive, args, dims, *, plan: ProductPlan):
@@ -197,16 +199,14 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
     return [y.reshape(size, rows, y.shape[-1])], [0]
 
 
-products_p = {
-    name: make_primitive(name, op)
-    for name, op in {
-        "matmul": Op(_product_avals, matmul, _batch_product),
-        "normed": Op(_normed_avals, _normed_reference, _batch_normed),
-        "matmul_fp8": Op(_product_avals, matmul_fp8, _batch_product),
-        "wgrad_fp8": Op(_wgrad_avals, wgrad_fp8, _batch_each),
-        "wgrad": Op(_floats_wgrad_avals, wgrad, _batch_floats_wgrad),
-    }.items()
+OPS = {
+    "matmul": Op(_product_avals, matmul, _batch_product),
+    "normed": Op(_normed_avals, _normed_reference, _batch_normed),
+    "matmul_fp8": Op(_product_avals, matmul_fp8, _batch_product),
+    "wgrad_fp8": Op(_wgrad_avals, wgrad_fp8, _batch_each),
+    "wgrad": Op(_floats_wgrad_avals, wgrad, _batch_floats_wgrad),
 }
+products_p = {name: make_primitive(name, op) for name, op in OPS.items()}
 
 
 def product(operands: Sequence[jax.Array], plan: ProductPlan) -> jax.Array:

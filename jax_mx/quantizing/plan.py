@@ -265,7 +265,7 @@ class ProductPlan:
         the parts of the contracted axis that codes of W lie in, one behind the other.
       fast: see `ProductKernel`.
       eps: of "normed".
-      narrow: see `facts.product_kernels.ProductKernel`.
+      narrow: see `facts.product_kernels.ProductKernel`; so is `activation`.
     """
 
     op: str
@@ -284,6 +284,7 @@ class ProductPlan:
     fast: bool = False
     eps: float = 0.0
     narrow: bool = False
+    activation: str = ""
     # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
@@ -321,7 +322,7 @@ class ProductPlan:
         """The kernel that the plan asks for; it may not exist."""
         kinds = self.window, self.tiles, self.free, self.floats, str(self.source)
         parted = self.op == "matmul_fp8" and self.parts > 1
-        last = parted, self.fast, self.narrow
+        last = parted, self.fast, self.narrow, self.activation
         return ProductKernel(self.op, dsl, self.formats, self.rows, *kinds, *last)
 
 

@@ -70,6 +70,19 @@ def serves_by_itself(plan: AnyPlan, target: Target) -> bool:
         return _support(plan, target)[0].is_direct
 
 
+def kernels_by_itself(plan: ProductPlan, target: Target) -> dict[str, dict[str, Any]] | None:
+    """The attribute `kernels` of a plan that a kernel serves by itself; None where none does."""
+    support, chips = _support(plan, target)
+    if not support or not support.is_direct:
+        return None
+    (kernel,) = support.kernels
+    try:
+        launch = plan.launch, plan.scalars
+        return calls.kernels_of(plan.name, kernel, chips, launch, target.carries)
+    except compiler.CompileError:
+        return None  # the call by itself says so
+
+
 def _order(array: Array, view: View | None) -> tuple[int, ...]:
     """How an array of a call lies in memory: its tail's dimensions, slowest first."""
     if view is None or not array.role.is_batched:

@@ -12,7 +12,11 @@ mma.sync has:
 * Codes of four bits: a lane has a block, whose elements it multiplies by the scale, as `Nibbles`
   does.
 
-Waiting: all threads of a thread block meet once a tile, and all have the same tiles.
+A launch may start before the one ahead of it in the same call has ended, which it waits for once it
+has asked for its first codes: a call's launches write x, and no codes or scales.
+
+Waiting: all threads of a thread block meet once a tile, and all have the same tiles. A thread block
+waits for the launch ahead, whose thread blocks all have room by then.
 """
 
 import dataclasses
@@ -65,6 +69,7 @@ class Direct(ProductEntry):
     rows = 4
     columns = 16  # rows of W
     elements_per_thread = 1
+    early_start = True
 
     def __init__(self, product: ProductKernel, arch: str, tile: Lines | None = None):
         super().__init__(product, arch)
@@ -118,11 +123,11 @@ class Direct(ProductEntry):
         tiles = across * pieces * groups
         turn = Int32(0)
         start = self.start_of(index, size, width, blocks, lane // 4)
-        ahead: cutlass.Constexpr = self.ahead(arrays, scalars, tid)
+        cute.arch.griddepcontrol_launch_dependents()
         if (index < tiles) & (first < steps):
             self.load(w, s, start, codes, scales, first, steps, deep, lane % 4)
-            self.fetch(w, start, first + apart, steps, deep, lane % 4)
-        x = self.x_of(arrays, scalars, ahead, tid)
+        cute.arch.griddepcontrol_wait()  # for x
+        x = self.x_of(arrays, scalars, tid)
         while index < tiles:
             acc.fill(0.0)
             row, stop, _, _ = self.place_of(index, size)
@@ -140,33 +145,42 @@ class Direct(ProductEntry):
             turn ^= 1
 
     # ---- what a kernel that makes x by itself does in its own way ---
-    def ahead(self, arrays, scalars, tid: Int32):
-        """The part of x that is asked for before W; none."""
-        del arrays, scalars, tid
-
-    def fetch(self, w, start, first: Int32, steps: Int32, deep: Int32, q: Int32):
-        """Brings codes into L2 while x is made; none."""
-        del w, start, first, steps, deep, q
-
-    def x_of(self, arrays, scalars, ahead, tid: Int32):
+    def x_of(self, arrays, scalars, tid: Int32):
         """The pointer to the rows that W meets."""
-        del scalars, ahead, tid
+        del scalars, tid
         return arrays["x"]
 
     def pitch(self, wide: Int32):
         """The bytes from a row there to the next one."""
         return 2 * wide
 
+    def row_of(self, n0: Int32, n: Int32, half: cutlass.Constexpr, width: Int32):
+        """The row of W that is row n of a half of a tile, 0 to 7; beyond the last one the last."""
+        return cutlass.min(n0 + n + 8 * half, width - 1)
+
     @cute.jit
     def write(
-        self, epilogue: cutlass.Constexpr, y, total: Float32, e: Int32, row: Int32, column: Int32,
+        self, sums, epilogue: cutlass.Constexpr, y, at: cutlass.Constexpr, m: Int32, n: Int32,
         width: Int32, result: Int32,
     ):  # fmt: skip
-        """Writes an element of y, of a row of group e."""
-        if self.is_there(epilogue):
-            total = self.finished(epilogue, total, e, row, column, width)
-        there = Int64(row) * width + column
-        self.store(y.toint() + there * self.size_in_bytes(result), total, result)
+        """Writes the element of y that is (m, n) of a tile, of a row of group e."""
+        row, n0, e = at
+        row, column = row + m, n0 + n
+        if column < width:
+            total = self.total(sums, m, n)
+            if self.is_there(epilogue):
+                total = self.finished(epilogue, total, e, row, column, width)
+            there = Int64(row) * width + column
+            self.store(y.toint() + there * self.size_in_bytes(result), total, result)
+
+    @cute.jit
+    def total(self, sums, m: Int32, n: Int32):
+        """The sum of all warps' sums for row m of x and row n of W, of a tile."""
+        total = Float32(0)
+        for warp in range_constexpr(self.warps):
+            for half in range_constexpr(2 // self.per):
+                total = total + sums[n, m + 4 * half, warp]
+        return total
 
     # ---- tiles ---
     @cute.jit
@@ -186,7 +200,7 @@ class Direct(ProductEntry):
     ):
         """The numbers of the first blocks of a lane's two rows of a tile."""
         _, _, n0, e = self.place_of(index, size)
-        rows = [cutlass.min(n0 + g + 8 * r, width - 1) for r in range(2)]
+        rows = [self.row_of(n0, g, half, width) for half in range(2)]
         return tuple((Int64(e) * width + row) * blocks for row in rows)
 
     @cute.jit
@@ -311,9 +325,6 @@ class Direct(ProductEntry):
             sums[g + 8 * (v // 2), 2 * q + v % 2, tid // 32] = acc[v]
         cute.arch.sync_threads()
         m, n = tid // 16, tid % 16
-        if (m < self.rows) & (row + m < stop) & (n0 + n < width):
-            total = Float32(0)
-            for warp in range_constexpr(self.warps):
-                for half in range_constexpr(2 // self.per):
-                    total = total + sums[n, m + 4 * half, warp]
-            self.write(epilogue, y, total, e, row + m, n0 + n, width, result)
+        if (m < self.rows) & (row + m < stop):
+            at: cutlass.Constexpr = (row, n0, e)
+            self.write(sums, epilogue, y, at, m, n, width, result)

@@ -1,27 +1,29 @@
-"""y = rms_norm(x + residual) @ dequantize(W)^T for up to four rows.
+"""y = rms_norm(x + residual) @ dequantize(W)^T for up to four rows, perhaps with an activation.
 
 A transformer's layer begins so, where one token is decoded. `Normed` is `Direct`, whose x lies in
 shared memory: while the first codes of W come from memory, each thread block adds, norms and rounds
 all rows. So no other kernel runs for it. Sums of squares have the order that `jax_mx.rms_norm`
 says.
 
+With an activation the first half of W's rows gives gates, the second one ups. A tile has eight rows
+of each, so that a thread has the sums of both when they meet.
+
 Waiting: all threads of a thread block meet three times before their first tile.
 """
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute, range_constexpr
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
-from jax_mx.formats.formats import BLOCK
 from jax_mx.launch.rule import Scalar
 from jax_mx.norms.cutedsl import add_to, add_vector, factor_of, normed, over_warp
-from jax_mx.products.cutedsl.matmul_vector import LINE, STEP, Direct, Lines
+from jax_mx.products.cutedsl.matmul_vector import Direct, Lines
 from jax_mx.products.cutedsl.products import ProductEntry, vector
 from jax_mx.quantizing.facts.product_kernels import NORMED_ELEMENTS, ProductKernel
 from jax_mx.quantizing.facts.signatures import Array
-from jax_mx.quantizing.kernels.cutedsl import convert
+from jax_mx.quantizing.kernels.cutedsl import activations, convert
 from jax_mx.quantizing.kernels.geometry import SUMS, tree
 
-EARLY = 2  # times 2048 elements of the first row, which are asked for before W
+EARLY = 2  # times 2048 elements of the first row, which are asked for at once
 PAD = 16  # bytes between rows in shared memory: off each other's banks
 
 
@@ -32,6 +34,7 @@ class Normed(Direct):
 
     def __init__(self, product: ProductKernel, arch: str, tile: Lines | None = None):
         super().__init__(product, arch, tile)
+        self.activation = product.activation
         self.at_once = 1 << max(4 - self.resident, 0)  # rows whose vectors registers have room for
         self.each = SUMS // self.threads  # neighbours of a row that a thread has at a time
         self.shared = 8 * self.sums + self.rows * PAD + 2 * NORMED_ELEMENTS
@@ -67,17 +70,6 @@ class Normed(Direct):
             for j in range_constexpr(cute.size(to) // 4):
                 cute.autovec_copy(self.placed(Int32(at) + 16 * j, 4), to[None, j])
 
-    @cute.jit
-    def fetch(self, w, start: cutlass.Constexpr, first: Int32, steps: Int32, deep: Int32, q: Int32):
-        """The steps behind those that registers wait for: memory has work while rows are normed."""
-        if (q == 0) & (first < steps):
-            for i in range_constexpr(self.steps):
-                step = Int64(cutlass.min(first + i, steps - 1))
-                for r in range_constexpr(2):
-                    at = w.toint() + (start[r] + step * STEP) * (BLOCK // self.per)
-                    for c in range_constexpr(self.lines):
-                        convert.ptx("prefetch.global.L2 [{$r0}];", None, at + c * LINE)
-
     def fragment(self, *shape: int):
         """Registers for so many vectors of elements."""
         fragment = cute.make_rmem_tensor((self.each, *shape), BFloat16)
@@ -102,8 +94,9 @@ class Normed(Direct):
         return early
 
     @cute.jit
-    def x_of(self, arrays, scalars, early: cutlass.Constexpr, tid: Int32):
+    def x_of(self, arrays, scalars, tid: Int32):
         """The normed rows, in shared memory."""
+        early: cutlass.Constexpr = self.ahead(arrays, scalars, tid)
         t, wide = scalars[0], scalars[1]
         base = cute.arch.get_dyn_smem(Float32, alignment=16)
         warps: cutlass.Constexpr = self.threads // 32
@@ -201,15 +194,30 @@ class Normed(Direct):
                         rX[i] = word
                     cute.autovec_copy(rX, there)
 
+    def row_of(self, n0: Int32, n: Int32, half: cutlass.Constexpr, width: Int32):
+        """Of gates the first half of a tile is made, of ups the second one."""
+        if not self.activation:
+            return super().row_of(n0, n, half, width)
+        return cutlass.min(n0 // 2 + n, width // 2 - 1) + half * (width // 2)
+
     @cute.jit
     def write(
-        self, epilogue: cutlass.Constexpr, y, total: Float32, e: Int32, row: Int32, column: Int32,
+        self, sums, epilogue: cutlass.Constexpr, y, at: cutlass.Constexpr, m: Int32, n: Int32,
         width: Int32, result: Int32,
     ):  # fmt: skip
         """In bfloat16."""
-        word = convert.round_two(total, total, "bfloat16")
-        there = y.toint() + 2 * (Int64(row) * width + column)
-        vector(there, cutlass.Uint16)[0] = cutlass.Uint16(word & Uint32(0xFFFF))
+        row, n0, _ = at
+        if const_expr(self.activation):
+            n0, width = n0 // 2, width // 2
+        if (n0 + n < width) & (n < self.columns // (2 if self.activation else 1)):
+            total = self.total(sums, m, n)
+            word = convert.round_two(total, total, "bfloat16")
+            if const_expr(self.activation):
+                up = self.total(sums, m, n + 8)
+                ups = convert.round_two(up, up, "bfloat16")
+                word = activations.gated(self.activation, word, ups, Float32(1.0), "bfloat16")
+            there = y.toint() + 2 * (Int64(row + m) * width + n0 + n)
+            vector(there, cutlass.Uint16)[0] = cutlass.Uint16(word & Uint32(0xFFFF))
 
 
 def entries(product: ProductKernel, arch: str, tile: Lines | None = None) -> list[ProductEntry]:

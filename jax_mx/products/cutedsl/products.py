@@ -115,12 +115,14 @@ class ProductEntry:
       dtypes: the dtypes of y that have entries.
       scratch: results that are cleared before.
       batches: in which the operands that are added to y are read, see `finish_all`.
+      early_start: see `launch.rule.Entry`.
     """
 
     dtypes: tuple[str, ...] = RESULTS
     scratch = ()
 
     divide = ()
+    early_start = False
     maps = ()
     shared = 0
     split = 1
@@ -198,6 +200,8 @@ class ProductEntry:
         }
         if self.shared:
             rule["shared"] = self.shared
+        if self.early_start:
+            rule["early_start"] = True
         if self.cluster > 1:
             rule["cluster"] = [self.cluster, 1, 1]
         if parameters := self.parameters:

@@ -56,6 +56,7 @@ class ProductKernel(Compiled):
         N, K / parts). Devices that had a part each gather them so; scales lie as ever.
       fast: whether the tensor cores add up all along K, with fewer bits than float32 has.
       narrow: whether it is for a y of few columns, whose tiles larger thread blocks take.
+      activation: "normed": that of y's first half, as gates, and its second one; "": none.
     """
 
     ROOM: ClassVar[str] = "products"
@@ -69,6 +70,7 @@ class ProductKernel(Compiled):
     parted: bool = False
     fast: bool = False
     narrow: bool = False
+    activation: str = ""
 
     @property
     def name(self) -> str:
@@ -78,6 +80,7 @@ class ProductKernel(Compiled):
         names += [self.source] * (self.source != "")
         name = "_".join((self.op, *names, f"r{self.rows}{window}"))
         ending = "_parted" * self.parted + "_fast" * self.fast + "_narrow" * self.narrow
+        ending += f"_{self.activation}" * (self.activation != "")
         return name + "_free" * self.free + ending
 
 
@@ -149,7 +152,11 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         for rows in (256, 128)
         for format in _FORMATS
     ),
-    *(ProductKernel("normed", "cutedsl", (format,), DIRECT) for format in (MXFP8_E4M3, MXFP4_E2M1)),
+    *(
+        ProductKernel("normed", "cutedsl", (format,), DIRECT, activation=activation)
+        for format in (MXFP8_E4M3, MXFP4_E2M1)
+        for activation in ("", "swiglu")
+    ),
 )
 
 # On AMD every pair of formats that gfx950's matrix cores take.

@@ -1,0 +1,85 @@
+"""Products one after the other in one call, so that a kernel may begin while another one ends.
+
+XLA records calls in CUDA graphs, each in a graph of its own, and a kernel there waits for the graph
+ahead. Kernels of one call wait for each other as they say: a product asks for its weight first.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.interpreters import mlir
+
+from jax_mx.launch import calls
+from jax_mx.launch.private import define
+from jax_mx.launch.targets import target_of
+from jax_mx.products.primitives import OPS, products_p
+from jax_mx.quantizing.plan import ProductPlan
+from jax_mx.quantizing.primitive import kernels_by_itself, no_derivative
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Products that follow each other.
+
+    Attributes:
+      steps: plans, each with the numbers of its operands. Numbers count the call's operands, then
+        the results of one step after the other. No step writes codes, scales or a norm's weights.
+    """
+
+    steps: tuple[tuple[ProductPlan, tuple[int, ...]], ...]
+
+
+def _avals(*operands: Any, plan: Chain) -> list[Any]:
+    """The abstract values of all steps' results."""
+    every = [*operands]
+    for step, numbers in plan.steps:
+        every += OPS[step.op].avals(*(every[i] for i in numbers), plan=step)
+    return every[len(operands) :]
+
+
+def in_turn(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
+    """The same by a call for each step."""
+    every = [*operands]
+    for step, numbers in plan.steps:
+        every += products_p[step.op].bind(*(every[i] for i in numbers), plan=step)
+    return every[len(operands) :]
+
+
+def _lower(platform: str | None, ctx: Any, *operands: Any, plan: Chain) -> Any:
+    """One call, where every step has a kernel by itself for the same chips, and none is split."""
+    target = target_of(ctx, platform)
+    if len(plan.steps) > 1 and not target.partitioned:
+        kernels = [kernels_by_itself(step, target) for step, _ in plan.steps]
+        if all(kernels) and len({(*each,) for each in kernels}) == 1:
+            return calls.emit_steps(ctx, *operands, steps=_wired(plan, kernels, len(operands)),
+                                    device=target.device)  # fmt: skip
+    return mlir.lower_fun(functools.partial(in_turn, plan=plan), multiple_results=True)(
+        ctx, *operands
+    )
+
+
+def _wired(plan: Chain, kernels: list[Any], count: int) -> list[Any]:
+    """For each step its kernels, and the numbers of its operands and results; -1 of absent ones."""
+    steps = []
+    for (step, numbers), own in zip(plan.steps, kernels, strict=True):
+        given = iter(numbers)
+        operands = [-1 if a.name in step.lacks else next(given) for a in step.signature.operands]
+        results = range(count, count + len(step.signature.results))
+        count = results.stop
+        steps.append((own, operands, [*results]))
+    return steps
+
+
+def _batch(args: Any, dims: Any, *, plan: Chain) -> tuple[list, list]:
+    """A call for each step, which has a rule of its own."""
+    outs = jax.vmap(functools.partial(in_turn, plan=plan), in_axes=dims)(*args)
+    return outs, [0] * len(outs)
+
+
+def _no_derivative(*_: Any, plan: Chain, **__: Any) -> None:
+    no_derivative(plan=plan.steps[0][0])
+
+
+chain_p = define("mx_chain", _avals, _lower, _batch, _no_derivative)

@@ -1,0 +1,266 @@
+"""`normed_matmul` and `matmul_chain`: what a layer computes where a few tokens are decoded."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_mx.formats.checks import array_of, is_symbolic, shown
+from jax_mx.formats.formats import BLOCK
+from jax_mx.formats.sharding import is_explicit
+from jax_mx.launch.private import vary_alike
+from jax_mx.norms.rms_norm import eps_of, rms_norm
+from jax_mx.products.chain import Chain, chain_p, in_turn
+from jax_mx.products.dot_general import einsum
+from jax_mx.products.kernel_plans import plan_of, strips_of
+from jax_mx.quantizing import derivatives
+from jax_mx.quantizing.activations import row_of
+from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS, normed_fits
+from jax_mx.quantizing.gated import gated
+from jax_mx.quantizing.mxarray import MXArray
+from jax_mx.quantizing.plan import ProductPlan
+
+# The formats of weights that kernels take, and the activations behind a norm and a product.
+_FORMATS = {p.formats[0] for p in PRODUCTS if p.op == "normed"}
+_ACTIVATIONS = {p.activation for p in PRODUCTS if p.op == "normed"}
+
+
+class _Step(NamedTuple):
+    """A product, perhaps of a norm, perhaps with an activation behind it."""
+
+    w: Any
+    weight: jax.Array | None = None
+    activation: str = ""
+
+
+def normed_matmul(
+    x: jax.typing.ArrayLike,
+    residual: jax.typing.ArrayLike,
+    weight: jax.typing.ArrayLike,
+    w: MXArray,
+    *,
+    eps: float = 1e-6,
+    activation: str = "",
+) -> tuple[jax.Array, jax.Array]:
+    """The product that begins a layer, of a token stream and of what the layer before adds to it.
+
+        y, x = jax_mx.normed_matmul(x, residual, weight, w)
+
+    It stands for these lines, and gives their bits where products are exact::
+
+        y, _, x, _ = jax_mx.rms_norm(x, weight, eps=eps, residual=residual)
+        y = jax_mx.einsum("...k,nk->...n", y, w, recipe="bf16")
+        y = jax_mx.gated(y, activation)  # if there is one
+
+    On Hopper one kernel computes all of it for up to four rows of bfloat16, of 16384 elements at
+    most. The weight is in MXFP8 (E4M3) or MXFP4, in blocks of 32 along K, a multiple of 128; the
+    activation is "swiglu", or there is none. Elsewhere it is these lines. Its derivatives are
+    theirs. `matmul_chain` has several products one after the other.
+
+    Args:
+      x: bfloat16, float16 or float32 (..., K).
+      residual: of x's shape and dtype.
+      weight: floats (K,), of the norm.
+      w: (N, K), floats or an `MXArray` with its blocks along K.
+      eps: see `rms_norm`.
+      activation: a name, see `gated`; then the first half of w's rows gives gates, the second one
+        ups. "": none.
+
+    Returns:
+      y (..., N), with an activation that has a gate (..., N / 2), and x + residual (..., K).
+
+    Raises:
+      TypeError, ValueError: as `rms_norm`, `einsum` and `gated` do.
+    """
+    op = "normed_matmul"
+    return _chained(op, x, residual, [_step_of(op, 0, (weight, w, activation))], eps)
+
+
+def matmul_chain(
+    x: jax.typing.ArrayLike,
+    steps: Sequence[Any],
+    *,
+    residual: jax.typing.ArrayLike | None = None,
+    eps: float = 1e-6,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Products one after the other, each of what the one before gives: a layer behind attention.
+
+        steps = [o, (norm, gate_up, "swiglu"), down, (next_norm, qkv)]
+        qkv, x = jax_mx.matmul_chain(attended, steps, residual=x)
+
+    A step that is a weight is a product. A step (norm, weight) or (norm, weight, activation) is
+    `normed_matmul` of what is there and the residual, and the sum is the next residual. A norm None
+    is none. So these lines have its bits where products are exact, and its derivatives::
+
+        y = jax_mx.einsum("...k,nk->...n", attended, o, recipe="bf16")
+        y, x = jax_mx.normed_matmul(y, x, norm, gate_up, activation="swiglu")
+        y = jax_mx.einsum("...k,nk->...n", y, down, recipe="bf16")
+        qkv, x = jax_mx.normed_matmul(y, x, next_norm, qkv)
+
+    On Hopper one call launches all kernels for up to four rows of bfloat16, where `normed_matmul`
+    has a kernel for each step with a norm, and the other weights are such as it takes. A kernel
+    then asks for its weight before the kernel ahead has ended. Elsewhere it is these lines.
+
+    Args:
+      x: bfloat16, float16 or float32 (..., K).
+      steps: one or more; a weight is (N, K), floats or an `MXArray` with its blocks along K, a norm
+        is floats (K,), an activation is a name, see `gated`.
+      residual: of the shape and dtype of what the first step with a norm takes; None: no step has a
+        norm.
+      eps: see `rms_norm`.
+
+    Returns:
+      y (..., N) of the last step, and the last sum, or the residual where no step has a norm.
+
+    Raises:
+      TypeError, ValueError: a step is none of these, or as `normed_matmul` and `einsum` do.
+    """
+    op = "matmul_chain"
+    if not isinstance(steps, list | tuple) or not steps:
+        raise TypeError(f"{op}: steps must be a list of weights and tuples, got {shown(steps)}")
+    each = [_step_of(op, i, step) for i, step in enumerate(steps)]
+    normed = [i for i, step in enumerate(each) if _is_normed(step)]
+    if normed and residual is None:
+        raise ValueError(
+            f"{op}: step {normed[0]} has a norm of a sum; pass the other summand, residual"
+        )
+    return _chained(op, x, residual, each, eps)
+
+
+# ---- arguments ---
+def _step_of(op: str, number: int, step: Any) -> _Step:
+    """A step of a caller, whose arrays JAX takes.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    if not isinstance(step, tuple) or isinstance(step, _Step):
+        return _Step(step)
+    if len(step) not in (2, 3):
+        raise ValueError(
+            f"{op}: step {number} must be a weight, (norm, weight) or (norm, weight, activation), "
+            f"got {len(step)} entries"
+        )
+    weight, w, *rest = step
+    activation = rest[0] if rest else ""
+    if activation:
+        row_of(op, activation)
+    return _Step(w, None if weight is None else array_of(op, "weight", weight), activation)
+
+
+def _is_normed(step: _Step) -> bool:
+    return step.weight is not None
+
+
+# ---- what it computes ---
+def _chained(
+    op: str, x: Any, residual: Any, steps: Sequence[_Step], eps: float
+) -> tuple[jax.Array, Any]:
+    """The results of a call of `matmul_chain`."""
+    x = array_of(op, "x", x)
+    residual = None if residual is None else array_of(op, "residual", residual)
+    eps = eps_of(op, eps)
+    plans = _plans_of(x, residual, steps, eps)
+    if plans is None:
+        return _in_lines(x, residual, steps, eps)
+    return _by_kernels(x, residual, steps, eps, plans)
+
+
+def _in_lines(x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float) -> tuple:
+    """The lines that it stands for."""
+    for w, weight, activation in steps:
+        if weight is not None:
+            x, _, residual, _ = rms_norm(x, weight, eps=eps, residual=residual)
+        x = einsum("...k,nk->...n", x, w, recipe="bf16")
+        x = gated(x, activation) if activation else x
+    return x, residual
+
+
+def _plans_of(
+    x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float
+) -> list[ProductPlan] | None:
+    """A plan for each step, where kernels may serve all of them; else None."""
+    floats, codes = [x] if residual is None else [x, residual], []
+    if not x.ndim or any(map(is_symbolic, x.shape)) or 0 in x.shape:
+        return None
+    rows, length, plans = math.prod(x.shape[:-1]), x.shape[-1], []
+    if rows > DIRECT:
+        return None
+    for step in steps:
+        w, weight, activation = step
+        if not _is_served(w, length) or activation not in _ACTIVATIONS:
+            return None
+        codes.append(w.values)
+        if weight is None and activation:
+            return None
+        if weight is None:
+            strips = strips_of(1, w.shape[0])
+            plans.append(plan_of((w.format,), x.dtype, rows, strips=strips))
+        else:
+            floats.append(weight)
+            fits = weight.shape == (length,) and residual.shape == (*x.shape[:-1], length)
+            if not fits or not normed_fits(rows, length) or w.shape[0] % 2 ** bool(activation):
+                return None
+            options = {"eps": eps, "activation": activation}
+            plans.append(ProductPlan("normed", (w.format,), x.dtype, False, DIRECT, **options))
+        length = w.shape[0] // 2 ** bool(activation)
+    if any(a.dtype != jnp.bfloat16 for a in floats):
+        return None
+    split = any(is_explicit(jax.typeof(a).sharding.mesh) for a in floats + codes)
+    return None if split else plans
+
+
+def _is_served(w: Any, length: int) -> bool:
+    """Whether kernels take such a weight, of rows of this length."""
+    if not isinstance(w, MXArray) or w.format not in _FORMATS:
+        return False
+    lies = w.ndim == 2 and w.axis == -1 and w.block == (BLOCK,)
+    if not lies or w.scale_layout.is_tiled or w.value_layout.is_tiled:
+        return False
+    return not any(map(is_symbolic, w.shape)) and 0 not in w.shape and w.shape[1] == length
+
+
+def _by_kernels(
+    x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float, plans: Sequence[ProductPlan]
+) -> tuple[jax.Array, Any]:
+    """The same by the kernels of these plans."""
+    rows = math.prod(x.shape[:-1])
+    lead, floats = x.shape[:-1], [x] if residual is None else [x, residual]
+    norms = [step.weight for step in steps if step.weight is not None]
+    operands = [a.reshape(rows, -1) for a in floats]
+    # Numbers of what is there: x, the residual, each step's arrays, and then each step's results.
+    results = len(operands) + sum(3 if _is_normed(step) else 2 for step in steps)
+    now, rest, numbers = 0, 1, []
+    for step in steps:
+        own = [step.w.values[None], step.w.scales[None]]
+        taken = [now]
+        if step.weight is not None:
+            own, taken = [step.weight, *own], [now, rest]
+        numbers.append((*taken, *range(len(operands), len(operands) + len(own))))
+        operands += own
+        now, results = results, results + 1
+        if step.weight is not None:
+            rest, results = results, results + 1
+    chain = Chain(tuple(zip(plans, numbers, strict=True)))
+    # Without the barrier of `run_once`: where a token is decoded, no scan keeps y.
+    fixed = vary_alike(*map(jax.lax.stop_gradient, operands))
+    call = chain_p.bind if len(steps) > 1 else in_turn
+    every = [*fixed, *call(*fixed, plan=chain)]
+    outs = [every[now].reshape(*lead, -1)]
+    if norms:
+        outs.append(every[rest].reshape(*lead, -1))
+
+    def lines(*args: jax.Array) -> list[jax.Array]:
+        again, stream = iter(args[len(floats) :]), [*args[: len(floats)], None][:2]
+        own = [step._replace(weight=next(again)) if _is_normed(step) else step for step in steps]
+        return [*_in_lines(*stream, own, eps)][: len(outs)]
+
+    def tangents_of(_: Any, args: list, tangents: list) -> Any:
+        moves = [jnp.zeros_like(a) if t is None else t for a, t in zip(args, tangents, strict=True)]
+        return jax.jvp(partial(lines), args, moves)[1]
+
+    outs = derivatives.derived(outs, [*floats, *norms], tangents_of)
+    return outs[0], outs[1] if norms else residual
