@@ -22,8 +22,8 @@ import jax_mx
 LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 RULES = {r".*(embed_tokens|lm_head).*": None, ".*": "mxfp8"}  # of a checkpoint in floats
-norm, rotated, empty_cache = LLAMA["norm"], LLAMA["rotated"], LLAMA["empty_cache"]
-ATTENTION = {"implementation": "cudnn" if jax.default_backend() == "gpu" else "xla"}
+norm, rotated, empty_cache = (LLAMA[name] for name in ("norm", "rotated", "empty_cache"))
+ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
 product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
 
 
@@ -50,11 +50,9 @@ def attention(config, cache, qkv, start):
     q, k, v = jnp.split(qkv.reshape(b, s, -1, d), [heads, heads + config["num_key_value_heads"]], 2)
     put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
     cache = [*map(put, cache, (rotated(k, positions, theta), v))]
-    seen = ATTENTION | {
-        "is_causal": s > 1,
-        "key_value_seq_lengths": jnp.full(b, start + s, jnp.int32),
-    }
-    y = jax.nn.dot_product_attention(rotated(q, positions, theta), *cache, **seen)
+    lengths = jnp.full(b, start + s, jnp.int32)
+    attend = partial(jax.nn.dot_product_attention, key_value_seq_lengths=lengths)
+    y = attend(rotated(q, positions, theta), *cache, is_causal=s > 1, implementation=ATTENTION)
     return y.reshape(b, s, -1), cache
 
 
@@ -66,8 +64,7 @@ def forward(config, model, cache, tokens, start):
     y, x = chain(config, x, ahead[:1], jnp.zeros_like(x))
     for i, w in enumerate(layers):
         y, cache[i] = attention(config, cache[i], y, start)
-        if w is layers[-1]:
-            y, x = y[:, -1], x[:, -1]
+        y, x = (y[:, -1], x[:, -1]) if w is layers[-1] else (y, x)
         of_mlp = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
         steps = [w["self_attn.o_proj"], of_mlp, w["mlp.down_proj"], ahead[i + 1]]
         y, x = chain(config, y, steps, x)
@@ -114,7 +111,7 @@ def main() -> None:
     for _ in range(2):  # the first run loads libraries
         start = time.perf_counter()
         tokens = jax.block_until_ready(run(model, prompt))[0].tolist()
-    took = 1e3 * (time.perf_counter() - start) / options.steps
+        took = 1e3 * (time.perf_counter() - start) / options.steps
     print(f"{took:.2f} ms a token, prompt included; {tokens}")
 
 

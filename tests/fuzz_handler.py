@@ -207,8 +207,8 @@ class Run:
         )
         return packed + bytes(128 - len(packed))
 
-    def launch(self) -> dict | None:
-        """The launch; None where there is none."""
+    def launch(self, steps: int) -> dict | None:
+        """The last one of so many launches; None where there is none."""
         rule = self.rule
         insist(len(self.buffers) == rule.buffers, "another number of buffers")
         serving = [i for i in range(len(rule.symbols)) if self.serves(i)]
@@ -238,7 +238,7 @@ class Run:
         }
         parameters = [values[source](index) for source, index in rule.parameters[entry]]
         wide = cluster != [1, 1, 1]
-        attributes = ({"4": cluster} if wide else {}) | ({"6": [1, 0, 0]} if early else {})
+        attributes = ({"4": cluster} if wide else {}) | ({"6": [1, 0, 0]} if early and steps > 1 else {})
         return {
             "call": "cuLaunchKernelEx" if attributes else "cuLaunchKernel",
             "symbol": rule.symbols[entry],
@@ -247,7 +247,7 @@ class Run:
             "shared": shared,
             "attributes": attributes,
             "parameters": parameters,
-            "cleared": cleared,
+            "cleared": cleared * max(steps, 1),
         }
 
 
@@ -314,6 +314,7 @@ class Case:
             self.attributes["kernels"][rng.choice(("sm_80", "gfx950", ""))] = kernel
         for _ in range(rng.choice((0, 0, 0, 1, 1, 2))):
             self.mutate()
+        self.steps = rng.choice((0, 0, 1, 2))  # launches of the same, where a call says so; 0: none
 
     # ---- what is drawn ---
     def extent(self) -> list[int]:
@@ -456,6 +457,22 @@ class Case:
         elif name in ("merge", "absent"):
             where[name] = [rng.choice((0, 1, 2, 15, 16, -1)) for _ in range(rng.randint(0, 4))]
 
+    @property
+    def sent(self) -> dict:
+        """The attributes, or those of a call of several launches that comes to the same."""
+        attributes, absent = self.attributes, self.attributes.get("absent", [])
+        count = self.operands + (len(absent) if isinstance(absent, list) else 0)
+        is_right = isinstance(absent, list) and absent == sorted(set(absent) & {*range(count)})
+        if not self.steps or not is_right:
+            self.steps = 0
+            return attributes
+        numbers = iter(range(self.operands + self.results))
+        step = {name: attributes[name] for name in ("kernels", "merge") if name in attributes}
+        step["operands"] = [-1 if i in absent else next(numbers) for i in range(count)]
+        step["results"] = [*numbers]
+        call = {name: attributes[name] for name in ("abi", "device") if name in attributes}
+        return call | {"steps": {str(i): step for i in range(self.steps)}}
+
     # ---- what must come of it ---
     def expected(self, known: set[bytes], base: int) -> dict | None:
         attributes = self.attributes
@@ -509,7 +526,7 @@ class Case:
         for offset, element, dims in here:
             buffers.append((base + offset, WIDTHS[element] * product(dims), merged(dims, merge)))
         insist(len(buffers) <= 16, "too many buffers")
-        return Run(rule, buffers, operands).launch()
+        return Run(rule, buffers, operands).launch(self.steps)
 
 
 def product(numbers) -> int:
@@ -587,14 +604,14 @@ class Handler:
         self.arena = mmap.mmap(-1, 1 << 24)
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.arena))
 
-    def call(self, case: Case) -> tuple[str | None, dict]:
+    def call(self, case: Case, sent: dict) -> tuple[str | None, dict]:
         """(the error, what the driver wrote down)."""
         sizes = case.sizes or []
         self.driver.fake_parameters(
             (ctypes.c_int64 * len(sizes))(*sizes), ctypes.c_int64(len(sizes)), ctypes.c_int64(0)
         )
         context = ctypes.c_void_p()
-        blob = encode(case.attributes)
+        blob = encode(sent)
         error = self.runtime.handler_build(self.instantiate, blob, ctypes.byref(context))
         if error is None:
             ranks = [len(dims) for dims in case.dims]
@@ -611,16 +628,17 @@ class Handler:
 
 def check(case: Case, handler: Handler, known: set[bytes], launches: int) -> tuple[str, int]:
     """The end of the call; raises AssertionError if another one is right."""
+    sent = case.sent
     try:
         want, why = case.expected(known, handler.base), None
     except Refused as refused:
         want, why = None, str(refused)
     if want and sum(size for _, _, size in want["cleared"]) > 1 << 20:
         return "left out", launches  # more memory than there is here
-    error, report = handler.call(case)
+    error, report = handler.call(case, sent)
     done = report["launches"] - launches
     if case.vendor == "hip":  # its metadata may say anything: what is launched must be right
-        assert done in (0, 1) and (why is None or error is not None), (why, error)
+        assert done in (0, max(case.steps, 1)) and (why is None or error is not None), (why, error)
         if done:
             last = report["last"]
             assert (last["symbol"], last["grid"]) == (want["symbol"], want["grid"]), last
@@ -628,7 +646,7 @@ def check(case: Case, handler: Handler, known: set[bytes], launches: int) -> tup
         assert error is not None and done == 0, f"no error, expected one about {why}"
     else:
         assert error is None, f"{error}; expected {want}"
-        assert done == (want is not None), f"{done} launches"
+        assert done == (want is not None) * max(case.steps, 1), f"{done} launches"
         if want is not None:
             last = report["last"] | {
                 "cleared": [n for event, n in report["events"] if event == "clear"]

@@ -344,6 +344,17 @@ BAD_ATTRIBUTES = [  # of a call, beside its kernels
     ("absent=np.array([2])", "absent numbers a buffer beyond the operands"),
     ("absent=np.array([16])", "absent is not ascending or out of range"),
     ("absent=np.array([1, 1])", "absent is not ascending or out of range"),
+    ("absent=3", "attribute absent has the wrong type"),
+    ("steps={}", "steps is not a dictionary of launches"),
+    ("steps=3", "steps is not a dictionary of launches"),
+    ("steps={'1': step()}", "steps has no launch 0"),
+    ("steps={'0': step(), '1': {}}", "the call has no attribute kernels"),
+    ("steps={'0': step(operands=[3])}", "a launch takes buffer 3, the call has 3"),
+    ("steps={'0': step(operands=[-1])}", "scalar 1 of stand_in_0 does not fit 8 bytes"),
+    ("steps={'0': step(operands=[-2])}", "operands or results number a buffer out of range"),
+    ("steps={'0': step(results=[1, -1])}", "operands or results number a buffer out of range"),
+    ("steps={'0': step(results=[1])}", "takes 3 buffers, the call passes 2"),
+    ("steps={'0': step(operands=[0] * 20)}", "takes 3 buffers, the call passes 16"),
     ("align=np.array([1 << 40, 1, 1] * 2)", "the buffers' addresses and shapes fit no entry of"),
 ]  # fmt: skip
 
@@ -352,6 +363,9 @@ def test_calls_whose_attributes_are_wrong(scenario):
     texts = [text for text, _ in BAD_ATTRIBUTES]
     code = """
         good, errors = KERNELS, []
+        def step(operands=(0,), results=(1, 2)):
+            numbers = {"operands": np.array(operands), "results": np.array(results)}
+            return {"kernels": kernels(), **numbers}
         for text in TEXTS:
             CALL = eval(f"dict({text})")
             KERNELS = kernels()
@@ -593,8 +607,8 @@ def test_shared_memory_clusters_and_early_starts(scenario):
     assert out[1] == ["cuLaunchKernel", 200_000, {}, [["set", [8, 200_000, 0]], launch]]
     assert out[2] == ["cuLaunchKernel", 100_000, {}, [launch]]
     assert out[3] == ["cuLaunchKernelEx", 200_000, {"4": [2, 1, 1]}, [launch]]
-    assert out[4] == ["cuLaunchKernelEx", 0, {"6": [1, 0, 0]}, [launch]]
-    assert out[5] == ["cuLaunchKernelEx", 0, {"4": [4, 1, 1], "6": [1, 0, 0]}, [launch]]
+    assert out[4] == ["cuLaunchKernel", 0, {}, [launch]]  # the first launch of a call waits
+    assert out[5] == ["cuLaunchKernelEx", 0, {"4": [4, 1, 1]}, [launch]]
     assert out[6] == ["cuLaunchKernelEx", 0, {"4": [16, 1, 1]}, [["set", [14, 1, 0]], launch]]
     assert "grid axis 0 of stand_in_0 has 7 thread blocks, which clusters of 2 do not" in out[7]
     assert out[8][3] == []
@@ -846,6 +860,41 @@ def test_hip_gets_the_arguments(scenario, arch, mach):
     assert (last["entry"], last["grid"], last["threads"]) == (0, [1, 1, 1], [512, 1, 1])
     block = bytes.fromhex(last["parameters"][0])
     assert struct.unpack("<QQQi4xqii", block) == (*addresses, 1024, 4, 7, -1)
+
+
+def test_a_call_of_several_launches(scenario):
+    """A launch has the buffers that it numbers, and may start early behind one that is launched."""
+    out = scenario(
+        """
+        def step(rule, *operands):
+            numbers = {"operands": np.array(operands[0]), "results": np.array(operands[1])}
+            return {"kernels": kernels(rule), **numbers}
+        def called(*steps):
+            global CALL
+            CALL = {"steps": {str(i): one for i, one in enumerate(steps)}}
+            results = run(X, outs=outs_of(X) * 2)
+            seen = report()
+            addresses = [0, *(a.unsafe_buffer_pointer() for a in (X, *results))]
+            found = [addresses.index(number(p)) - 1 for p in seen["last"]["parameters"][:3]]
+            rows.append([found, seen["last"]["attributes"], seen["events"], seen["launches"]])
+        rows = []
+        early, empty = first(early_start=True), first(grid=(GridTerm(0, Factor(constant(0))),))
+        called(step(early, [0], [1, 2]), step(early, [1], [3, 4]))
+        called(step(RULE, [0], [1, 2]), step(early, [2], [4, 3]))
+        called(step(early, [0], [1, 2]), step(RULE, [0], [3, 4]))
+        called(step(empty, [0], [1, 2]), step(early, [0], [3, 4]))
+        x, CALL = jnp.ones((8, 256), jnp.bfloat16), {}
+        print(json.dumps([rows, attempt(x), report()["last"]["attributes"]]))
+        """
+    )
+    rows, failed, attributes = out
+    launch, early = ["launch", []], {"6": [1, 0, 0]}
+    assert rows[0][:2] == [[1, 3, 4], early] and rows[0][3] == 2
+    assert [event for event in rows[0][2] if event[0] == "launch"] == [launch] * 2
+    assert rows[1] == [[2, 4, 3], early, [launch] * 2, 4]
+    assert rows[2] == [[0, 3, 4], {}, [launch] * 2, 6]
+    assert rows[3] == [[0, 3, 4], {}, [launch], 7]
+    assert (failed, attributes) == (None, {})
 
 
 def test_hip_takes_shared_memory_and_scratch_and_nothing_of_cuda(scenario):

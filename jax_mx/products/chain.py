@@ -6,6 +6,7 @@ ahead. Kernels of one call wait for each other as they say: a product asks for i
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,6 +32,32 @@ class Chain:
     steps: tuple[tuple[ProductPlan, tuple[int, ...]], ...]
 
 
+def chain_of(plans: Sequence[ProductPlan], has_residual: bool) -> tuple[Chain, dict[str, int]]:
+    """The chain of these products, each of what the one before gives.
+
+    Its operands are x, the residual if there is one, and then the others of one step after the
+    other. A step takes the last y as x, and the last sum as the residual.
+
+    Returns:
+      The chain, and the numbers of the last "x" and "residual".
+    """
+    last = {"x": 0, "residual": 1}
+    own = 1 + has_residual
+    operands = [plan.signature.present(plan.lacks) for plan in plans]
+    result = own + sum(array.name not in last for each in operands for array in each)
+    steps = []
+    for plan, each in zip(plans, operands, strict=True):
+        numbers = []
+        for array in each:
+            numbers.append(last.get(array.name, own))
+            own += array.name not in last
+        steps.append((plan, tuple(numbers)))
+        for array in plan.signature.results:
+            last["x" if array.name == "y" else "residual"] = result
+            result += 1
+    return Chain(tuple(steps)), last
+
+
 def _avals(*operands: Any, plan: Chain) -> list[Any]:
     """The abstract values of all steps' results."""
     every = [*operands]
@@ -40,7 +67,7 @@ def _avals(*operands: Any, plan: Chain) -> list[Any]:
 
 
 def in_turn(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
-    """The same by a call for each step."""
+    """All steps' results, by a call for each."""
     every = [*operands]
     for step, numbers in plan.steps:
         every += products_p[step.op].bind(*(every[i] for i in numbers), plan=step)
@@ -50,17 +77,16 @@ def in_turn(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
 def _lower(platform: str | None, ctx: Any, *operands: Any, plan: Chain) -> Any:
     """One call, where every step has a kernel by itself for the same chips, and none is split."""
     target = target_of(ctx, platform)
-    if len(plan.steps) > 1 and not target.partitioned:
+    if not target.partitioned:
         kernels = [kernels_by_itself(step, target) for step, _ in plan.steps]
-        if all(kernels) and len({(*each,) for each in kernels}) == 1:
-            return calls.emit_steps(ctx, *operands, steps=_wired(plan, kernels, len(operands)),
-                                    device=target.device)  # fmt: skip
-    return mlir.lower_fun(functools.partial(in_turn, plan=plan), multiple_results=True)(
-        ctx, *operands
-    )
+        if all(kernels) and len({(*each,) for each in kernels if each}) == 1:
+            steps = _wired(plan, kernels, len(operands))
+            return calls.emit_steps(ctx, *operands, steps=steps, device=target.device)
+    rule: Any = mlir.lower_fun(functools.partial(in_turn, plan=plan), multiple_results=True)
+    return rule(ctx, *operands)
 
 
-def _wired(plan: Chain, kernels: list[Any], count: int) -> list[Any]:
+def _wired(plan: Chain, kernels: Sequence[Any], count: int) -> list[tuple[Any, list, list]]:
     """For each step its kernels, and the numbers of its operands and results; -1 of absent ones."""
     steps = []
     for (step, numbers), own in zip(plan.steps, kernels, strict=True):

@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.sharding import is_explicit
 from jax_mx.launch.private import vary_alike
 from jax_mx.norms.rms_norm import eps_of, rms_norm
-from jax_mx.products.chain import Chain, chain_p, in_turn
+from jax_mx.products.chain import chain_of, chain_p, in_turn
 from jax_mx.products.dot_general import einsum
 from jax_mx.products.kernel_plans import plan_of, strips_of
 from jax_mx.quantizing import derivatives
@@ -79,6 +78,22 @@ def normed_matmul(
     return _chained(op, x, residual, [_step_of(op, 0, (weight, w, activation))], eps)
 
 
+@overload
+def matmul_chain(
+    x: jax.typing.ArrayLike,
+    steps: Sequence[Any],
+    *,
+    residual: jax.typing.ArrayLike,
+    eps: float = 1e-6,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def matmul_chain(
+    x: jax.typing.ArrayLike, steps: Sequence[Any], *, residual: None = None, eps: float = 1e-6
+) -> tuple[jax.Array, None]: ...
+
+
 def matmul_chain(
     x: jax.typing.ArrayLike,
     steps: Sequence[Any],
@@ -122,10 +137,10 @@ def matmul_chain(
     if not isinstance(steps, list | tuple) or not steps:
         raise TypeError(f"{op}: steps must be a list of weights and tuples, got {shown(steps)}")
     each = [_step_of(op, i, step) for i, step in enumerate(steps)]
-    normed = [i for i, step in enumerate(each) if _is_normed(step)]
+    normed = [i for i, step in enumerate(each) if step.weight is not None]
     if normed and residual is None:
         raise ValueError(
-            f"{op}: step {normed[0]} has a norm of a sum; pass the other summand, residual"
+            f"{op}: step {normed[0]} has a norm, which is of a sum; pass residual, the summand"
         )
     return _chained(op, x, residual, each, eps)
 
@@ -151,10 +166,6 @@ def _step_of(op: str, number: int, step: Any) -> _Step:
     return _Step(w, None if weight is None else array_of(op, "weight", weight), activation)
 
 
-def _is_normed(step: _Step) -> bool:
-    return step.weight is not None
-
-
 # ---- what it computes ---
 def _chained(
     op: str, x: Any, residual: Any, steps: Sequence[_Step], eps: float
@@ -169,7 +180,7 @@ def _chained(
     return _by_kernels(x, residual, steps, eps, plans)
 
 
-def _in_lines(x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float) -> tuple:
+def _in_lines(x: Any, residual: Any, steps: Sequence[_Step], eps: float) -> tuple:
     """The lines that it stands for."""
     for w, weight, activation in steps:
         if weight is not None:
@@ -227,40 +238,29 @@ def _by_kernels(
     x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float, plans: Sequence[ProductPlan]
 ) -> tuple[jax.Array, Any]:
     """The same by the kernels of these plans."""
-    rows = math.prod(x.shape[:-1])
-    lead, floats = x.shape[:-1], [x] if residual is None else [x, residual]
+    rows, floats = math.prod(x.shape[:-1]), [x] if residual is None else [x, residual]
     norms = [step.weight for step in steps if step.weight is not None]
     operands = [a.reshape(rows, -1) for a in floats]
-    # Numbers of what is there: x, the residual, each step's arrays, and then each step's results.
-    results = len(operands) + sum(3 if _is_normed(step) else 2 for step in steps)
-    now, rest, numbers = 0, 1, []
     for step in steps:
-        own = [step.w.values[None], step.w.scales[None]]
-        taken = [now]
-        if step.weight is not None:
-            own, taken = [step.weight, *own], [now, rest]
-        numbers.append((*taken, *range(len(operands), len(operands) + len(own))))
-        operands += own
-        now, results = results, results + 1
-        if step.weight is not None:
-            rest, results = results, results + 1
-    chain = Chain(tuple(zip(plans, numbers, strict=True)))
+        operands += [] if step.weight is None else [step.weight]
+        operands += [step.w.values[None], step.w.scales[None]]
+    chain, last = chain_of(plans, residual is not None)
     # Without the barrier of `run_once`: where a token is decoded, no scan keeps y.
     fixed = vary_alike(*map(jax.lax.stop_gradient, operands))
     call = chain_p.bind if len(steps) > 1 else in_turn
     every = [*fixed, *call(*fixed, plan=chain)]
-    outs = [every[now].reshape(*lead, -1)]
-    if norms:
-        outs.append(every[rest].reshape(*lead, -1))
+    names = ("x", "residual")[: len(floats)]
+    outs = [every[last[name]].reshape(*x.shape[:-1], -1) for name in names]
 
     def lines(*args: jax.Array) -> list[jax.Array]:
-        again, stream = iter(args[len(floats) :]), [*args[: len(floats)], None][:2]
-        own = [step._replace(weight=next(again)) if _is_normed(step) else step for step in steps]
-        return [*_in_lines(*stream, own, eps)][: len(outs)]
+        given = iter(args)
+        x, residual = next(given), next(given) if len(floats) > 1 else None
+        own = [s if s.weight is None else s._replace(weight=next(given)) for s in steps]
+        return [*_in_lines(x, residual, own, eps)][: len(floats)]
 
     def tangents_of(_: Any, args: list, tangents: list) -> Any:
         moves = [jnp.zeros_like(a) if t is None else t for a, t in zip(args, tangents, strict=True)]
-        return jax.jvp(partial(lines), args, moves)[1]
+        return jax.jvp(lines, args, moves)[1]
 
-    outs = derivatives.derived(outs, [*floats, *norms], tangents_of)
-    return outs[0], outs[1] if norms else residual
+    y, *total = derivatives.derived(outs, [*floats, *norms], tangents_of)
+    return y, total[0] if total else None
