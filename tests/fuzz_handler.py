@@ -238,7 +238,9 @@ class Run:
         }
         parameters = [values[source](index) for source, index in rule.parameters[entry]]
         wide = cluster != [1, 1, 1]
-        attributes = ({"4": cluster} if wide else {}) | ({"6": [1, 0, 0]} if early and steps > 1 else {})
+        attributes = ({"4": cluster} if wide else {}) | (
+            {"6": [1, 0, 0]} if early and steps > 1 else {}
+        )
         return {
             "call": "cuLaunchKernelEx" if attributes else "cuLaunchKernel",
             "symbol": rule.symbols[entry],

@@ -126,7 +126,7 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
 
 def normed_by_kernel(x, residual, weight, w, product, implementation, eps=0.0):
     """[y, x + residual] of `normed_matmul`, by a kernel or by its reference."""
-    options = {"implementation": implementation, "eps": eps}
+    options = {"implementation": implementation, "eps": eps, "activation": product.activation}
     plan = ProductPlan(
         "normed", product.formats, jnp.dtype(jnp.bfloat16), False, product.rows, **options
     )

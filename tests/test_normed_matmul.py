@@ -1,12 +1,21 @@
-"""`normed_matmul` is the lines that it stands for: values, derivatives, vmap and errors."""
+"""`normed_matmul` and `matmul_chain` are the lines that they stand for.
+
+Values, derivatives, vmap, errors, and what is launched.
+"""
+
+import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal
+from exact import on_hopper
+from helpers import assert_bits_equal, call_attributes_in, poison_memory, stand_in
 
 import jax_mx
+from jax_mx.launch import store
+from jax_mx.products import chain, decoding
 
 SHAPES = [  # x, N, whether kernels may serve it
     ((1, 256), 96, True),
@@ -69,3 +78,162 @@ def test_what_it_refuses():
         function(w)(x, residual[:1], weight)
     with pytest.raises(ValueError, match="eps must be"):
         jax_mx.normed_matmul(x, residual, weight, w, eps=-1.0)
+
+
+def test_an_activation_is_of_the_product():
+    args, w = operands((3, 128), 64)
+    y, total = jax_mx.normed_matmul(*args, w, eps=1e-5, activation="swiglu")
+    plain, its = function(w)(*args)
+    assert_bits_equal(y, jax_mx.gated(plain, "swiglu"))
+    assert_bits_equal(total, its)
+    y, _ = jax_mx.normed_matmul(*args, w, activation="gelu")  # which no kernel has
+    assert y.shape == (3, 64)
+    with pytest.raises(ValueError, match="activation must be 'swiglu', "):
+        jax_mx.normed_matmul(*args, w, activation="swish")
+
+
+# ---- several products ---
+def of_a_layer(lead=(2,), width=256, inner=384, format="mxfp8_e4m3", scale=1.0):
+    """x, a residual and two norms; the steps that begin with these; the lines of the same."""
+    rng = np.random.default_rng(1)
+
+    def floats(*shape):
+        return jnp.asarray(rng.normal(size=shape) * scale, jnp.bfloat16)
+
+    def weight(*shape):
+        return jax_mx.quantize(floats(*shape) * shape[1] ** -0.5, format)
+
+    o, down = weight(width, 128), weight(width, inner)
+    gate_up, qkv = weight(2 * inner, width), weight(96, width)
+
+    def steps(first, second):
+        return [o, (first, gate_up, "swiglu"), down, (second, qkv)]
+
+    def lines(x, residual, first, second):
+        product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")
+        y, total = product(x, o), residual
+        y, total = jax_mx.normed_matmul(y, total, first, gate_up, activation="swiglu")
+        return jax_mx.normed_matmul(product(y, down), total, second, qkv)
+
+    args = floats(*lead, 128), floats(*lead, width), floats(width), floats(width)
+    return args, steps, lines
+
+
+def chained(steps):
+    return lambda x, residual, *norms: jax_mx.matmul_chain(x, steps(*norms), residual=residual)
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2, 2), (5,)])
+def test_a_chain_is_the_lines_that_it_stands_for(lead):
+    args, steps, lines = of_a_layer(lead)
+    f = chained(steps)
+    assert ("mx_chain" in str(jax.make_jaxpr(f)(*args))) == (lead != (5,))
+    for got, want in zip(jax.jit(f)(*args), jax.jit(lines)(*args), strict=True):
+        assert_bits_equal(got, want)
+
+    def loss(f, *args):
+        return sum(y.astype(jnp.float32).sum() for y in f(*args))
+
+    grads = (jax.grad(partial(loss, g), (0, 1, 2, 3))(*args) for g in (f, lines))
+    for got, want in zip(*grads, strict=True):
+        assert_bits_equal(got, want)
+    moves = (jax.jvp(g, args, args)[1] for g in (f, lines))
+    for got, want in zip(*moves, strict=True):
+        assert_bits_equal(got, want)
+
+
+def test_a_chain_under_vmap():
+    args, steps, lines = of_a_layer((3, 2))
+    for dims in ((0, 0, None, None), (1, None, None, None)):
+        one = args[1] if dims[1] == 0 else args[1][0, :1].repeat(3, 0)
+        here = (args[0], one, *args[2:])
+        got, want = (jax.vmap(g, dims)(*here) for g in (chained(steps), lines))
+        for a, b in zip(got, want, strict=True):
+            assert_bits_equal(a, b)
+
+
+def test_steps_without_a_norm_and_of_floats():
+    (x, _, first, _), steps, _ = of_a_layer()
+    o, (_, gate_up, _), down, _ = steps(first, first)
+    product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")
+    y, nothing = jax_mx.matmul_chain(x, [o, (None, gate_up, "swiglu"), down])
+    assert nothing is None
+    assert_bits_equal(y, product(jax_mx.gated(product(product(x, o), gate_up)), down))
+    y, total = jax_mx.matmul_chain(x, [o, gate_up], residual=first)
+    assert_bits_equal(y, product(product(x, o), gate_up))
+    assert_bits_equal(total, first)
+    floats = jnp.ones((8, 128), jnp.bfloat16)
+    y, _ = jax_mx.matmul_chain(x, [floats])
+    assert_bits_equal(y, product(x, floats))
+
+
+def test_what_a_chain_refuses():
+    (x, residual, first, second), steps, _ = of_a_layer()
+    four = steps(first, second)
+    call = partial(jax_mx.matmul_chain, x)
+    with pytest.raises(ValueError, match=r"matmul_chain: step 1 has a norm, .*; pass residual"):
+        call(four)
+    with pytest.raises(TypeError, match="steps must be a list of weights and tuples, got "):
+        call(four[0])
+    with pytest.raises(ValueError, match=r"step 1 must be a weight, .* got 4 entries"):
+        call([four[0], (*four[1], 3)], residual=residual)
+    with pytest.raises(ValueError, match="activation must be 'swiglu', "):
+        call([(None, four[0], "swish")])
+    with pytest.raises(ValueError, match="residual has the shape"):
+        call(four, residual=residual[:1])
+    with pytest.raises(ValueError, match="128"):
+        call(four[::-1], residual=residual)
+
+
+def test_one_call_launches_all_kernels_of_a_chain(monkeypatch):
+    """Its launches are wired: what one writes, the next one reads."""
+    monkeypatch.setattr(store, "get", stand_in)
+    monkeypatch.setattr(store, "obstacle", lambda *_: "")
+    monkeypatch.setenv("JAX_MX_ARCHS", "sm_90a")
+    args, steps, _ = of_a_layer()
+    traced = jax.jit(chained(steps)).trace(*args)
+    line = call_attributes_in(traced.lower(lowering_platforms=("cuda",)).as_text())
+    wires = re.findall(r"(operands|results) = dense<\[?([-\d, ]+)\]?>", line)
+    numbers = [(name, [int(n) for n in found.split(",")]) for name, found in wires]
+    # x, the residual; o; a norm and gates; down; a norm and q, k, v. 12 operands, 6 results.
+    assert numbers == [
+        ("operands", [0, 2, 3, -1, -1, -1, -1]),
+        ("results", [12]),
+        ("operands", [12, 1, 4, 5, 6]),
+        ("results", [13, 14]),
+        ("operands", [13, 7, 8, -1, -1, -1, -1]),
+        ("results", [15]),
+        ("operands", [15, 14, 9, 10, 11]),
+        ("results", [16, 17]),
+    ]
+
+
+@on_hopper
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
+def test_kernels_of_a_chain_wait_for_each_other(format, monkeypatch):
+    """Many layers on each other, in CUDA graphs and out of them: bits of a call for each kernel."""
+    for lead, width, inner in (((1,), 4096, 14336), ((4,), 2048, 640), ((3,), 256, 28672)):
+        (x, *rest), steps, _ = of_a_layer(lead, width, inner, format)
+
+        def layers(x, residual, *norms, steps=steps):
+            def layer(now, _):
+                y, total = chained(steps)(*now, *norms)
+                y = jnp.tanh(jnp.pad(y, ((0, 0), (0, 32))))
+                return (y.astype(x.dtype), jnp.tanh(total)), None
+
+            return jax.lax.scan(layer, (x, residual), None, length=40)[0]
+
+        programs = {}
+        for name in ("chain", "in turn"):
+            if name == "in turn":
+                monkeypatch.setattr(decoding.chain_p, "bind", chain.in_turn)
+            run = jax.jit(layers).lower(x, *rest).compile()
+            assert run.as_text().count(store.TARGET) == (1 if name == "chain" else 4)
+            programs[name] = run
+        monkeypatch.undo()
+        want = programs["in turn"](x, *rest)
+        for _ in range(5):
+            poison_memory()
+            for got, its in zip(programs["chain"](x, *rest), want, strict=True):
+                assert_bits_equal(got, its)
+                assert np.isfinite(np.asarray(got, np.float32)).all()

@@ -177,6 +177,8 @@ def _chained(
     plans = _plans_of(x, residual, steps, eps)
     if plans is None:
         return _in_lines(x, residual, steps, eps)
+    if all(step.weight is None for step in steps):
+        return _by_kernels(x, None, steps, eps, plans)[0], residual
     return _by_kernels(x, residual, steps, eps, plans)
 
 
