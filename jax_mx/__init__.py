@@ -7,6 +7,8 @@ from jax_mx.collectives.moves import all_gather as all_gather
 from jax_mx.collectives.moves import all_to_all as all_to_all
 from jax_mx.collectives.moves import ppermute as ppermute
 from jax_mx.collectives.moves import reshard as reshard
+from jax_mx.decoding.matmul_chain import matmul_chain as matmul_chain
+from jax_mx.decoding.matmul_chain import normed_matmul as normed_matmul
 from jax_mx.experts.moe import moe as moe
 from jax_mx.formats.formats import CEIL as CEIL
 from jax_mx.formats.formats import EVEN as EVEN
@@ -39,8 +41,6 @@ from jax_mx.norms.rms_norm import rms_norm as rms_norm
 from jax_mx.products import lowering as lowering  # rules that primitives of products need
 from jax_mx.products.can_multiply import can_multiply as can_multiply
 from jax_mx.products.choices import Choice as Choice
-from jax_mx.products.decoding import matmul_chain as matmul_chain
-from jax_mx.products.decoding import normed_matmul as normed_matmul
 from jax_mx.products.dot_general import dot_general as dot_general
 from jax_mx.products.dot_general import einsum as einsum
 from jax_mx.products.dot_general import matmul as matmul

@@ -14,8 +14,8 @@ from exact import on_hopper
 from helpers import assert_bits_equal, call_attributes_in, poison_memory, stand_in
 
 import jax_mx
+from jax_mx.decoding import chain, matmul_chain
 from jax_mx.launch import store
-from jax_mx.products import chain, decoding
 
 SHAPES = [  # x, N, whether kernels may serve it
     ((1, 256), 96, True),
@@ -154,7 +154,8 @@ def test_a_chain_under_vmap():
 
 def test_steps_without_a_norm_and_of_floats():
     (x, _, first, _), steps, _ = of_a_layer()
-    o, (_, gate_up, _), down, _ = steps(first, first)
+    o, normed, down, _ = steps(first, first)
+    gate_up = normed[1]
     product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")
     y, nothing = jax_mx.matmul_chain(x, [o, (None, gate_up, "swiglu"), down])
     assert nothing is None
@@ -226,7 +227,7 @@ def test_kernels_of_a_chain_wait_for_each_other(format, monkeypatch):
         programs = {}
         for name in ("chain", "in turn"):
             if name == "in turn":
-                monkeypatch.setattr(decoding.chain_p, "bind", chain.in_turn)
+                monkeypatch.setattr(matmul_chain.chain_p, "bind", chain.in_turn)
             run = jax.jit(layers).lower(x, *rest).compile()
             assert run.as_text().count(store.TARGET) == (1 if name == "chain" else 4)
             programs[name] = run

@@ -195,7 +195,7 @@ class Normed(Direct):
                     cute.autovec_copy(rX, there)
 
     def row_of(self, n0: Int32, n: Int32, half: cutlass.Constexpr, width: Int32):
-        """Of gates the first half of a tile is made, of ups the second one."""
+        """The first half of a tile gives gates, the second one ups."""
         if not self.activation:
             return super().row_of(n0, n, half, width)
         return cutlass.min(n0 // 2 + n, width // 2 - 1) + half * (width // 2)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 
+from jax_mx.decoding.chain import chain_of, chain_p, in_turn
 from jax_mx.formats.checks import array_of, is_symbolic, shown
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.sharding import is_explicit
 from jax_mx.launch.private import vary_alike
 from jax_mx.norms.rms_norm import eps_of, rms_norm
-from jax_mx.products.chain import chain_of, chain_p, in_turn
 from jax_mx.products.dot_general import einsum
 from jax_mx.products.kernel_plans import plan_of, strips_of
 from jax_mx.quantizing import derivatives
