@@ -253,7 +253,8 @@ class CudaDriver : public Driver {
       attributes[count].id = kClusterDimension;
       std::memcpy(attributes[count++].value, settings.cluster.data(), sizeof settings.cluster);
     }
-    // Older drivers than that which has this function cannot record an early start in a graph.
+    // A driver without cuKernelGetParamInfo is older than CUDA 12.4; graphs of CUDA 12.2 and before
+    // cannot have an early start.
     if (settings.early_start && kernel_param_ != nullptr) {
       attributes[count].id = kProgrammaticStreamSerialization;
       attributes[count++].value[0] = 1;

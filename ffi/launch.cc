@@ -6,8 +6,8 @@
 //
 // Attributes of the call
 //
-//   abi      i64: the version of all that this comment says, 2. A call without it is of version 1,
-//            which this handler does not launch.
+//   abi      i64: the version of all that this comment says, 3. Version 2 had no steps. A call without
+//            it is of version 1, which this handler does not launch.
 //   kernels  a dictionary from a chip's name ("sm_90") to that chip's kernel, a dictionary itself.
 //   merge    i64[k], optional: rules see the last k dimensions of a buffer as fewer, each the
 //            product of those that have the same number here; a buffer of a rank below k as it is.
@@ -107,7 +107,7 @@ namespace {
 
 namespace nb = nanobind;
 
-constexpr int64_t kAbi = 2;
+constexpr int64_t kAbi = 3, kOldestAbi = 2;
 
 // What tests read.
 struct Counters {
@@ -179,12 +179,12 @@ ffi::Error CheckVersion(const ffi::Dictionary& attrs) {
     if (!abi.has_value()) return Invalid("attribute abi of the call is not an i64");
     version = *abi;
   }
-  if (version == kAbi) return ffi::Error::Success();
+  if (kOldestAbi <= version && version <= kAbi) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kUnimplemented,
                     "jax_mx: the program calls kernels by version " + std::to_string(version) +
                         " of jax_mx's launch attributes, the jax_mx installed here launches "
-                        "version " +
-                        std::to_string(kAbi) +
+                        "versions " +
+                        std::to_string(kOldestAbi) + " to " + std::to_string(kAbi) +
                         "; export or lower the program again with this jax_mx, or install the "
                         "jax_mx that it was exported with");
 }
@@ -229,9 +229,13 @@ ffi::Error NoDevice(int64_t device) {
                  std::to_string(kMaxDevices - 1));
 }
 
-bool AreWithin(const std::vector<int64_t>& numbers, int64_t from, size_t to) {
+bool AreFrom(int64_t least, const std::vector<int64_t>& numbers) {
+  return std::all_of(numbers.begin(), numbers.end(), [&](int64_t n) { return n >= least; });
+}
+
+bool AreBelow(size_t end, const std::vector<int64_t>& numbers) {
   return std::all_of(numbers.begin(), numbers.end(),
-                     [&](int64_t n) { return n >= from && n < static_cast<int64_t>(to); });
+                     [&](int64_t n) { return n < static_cast<int64_t>(end); });
 }
 
 // Reads a launch: the attributes of a call, or of one of its `steps`.
@@ -258,13 +262,13 @@ ffi::Error Read(const ffi::Dictionary& attrs, Step* step) {
       return Invalid(std::string("attribute ") + name + " has the wrong type");
     to->assign(numbers.begin(), numbers.end());
   }
-  if (!AreWithin(step->merge, 0, step->merge.size()))
+  if (!AreFrom(0, step->merge) || !AreBelow(step->merge.size(), step->merge))
     return Invalid("merge numbers a dimension out of range");
-  if (!AreWithin(step->absent, 0, kMaxBuffers) ||
+  if (!AreFrom(0, step->absent) || !AreBelow(kMaxBuffers, step->absent) ||
       std::adjacent_find(step->absent.begin(), step->absent.end(), std::greater_equal<>()) !=
           step->absent.end())
     return Invalid("absent is not ascending or out of range");
-  if (!AreWithin(step->operands, -1, kMaxCall) || !AreWithin(step->results, 0, kMaxCall))
+  if (!AreFrom(-1, step->operands) || !AreFrom(0, step->results))
     return Invalid("operands or results number a buffer out of range");
   return ffi::Error::Success();
 }
@@ -327,6 +331,11 @@ Failure CheckDriver(const Driver& driver, const Kernel& kernel) {
   return {};
 }
 
+const Step::Loaded* Ready(const Step& step, int32_t device) {
+  if (device < 0 || static_cast<size_t>(device) >= kMaxDevices) return nullptr;
+  return step.ready[static_cast<size_t>(device)].load(std::memory_order_acquire);
+}
+
 template <typename Platform>
 ffi::Error Load(Step* step, int32_t device) {
   const auto& driver = Platform::driver();
@@ -344,6 +353,7 @@ ffi::Error Load(Step* step, int32_t device) {
                           "; lower it for this device, or with implementation=\"xla\"");
   }
   std::lock_guard<std::mutex> lock(step->mutex);
+  if (Ready(*step, device) != nullptr) return ffi::Error::Success();
   Kernel& kernel = it->second;
   if (kernel.image == nullptr) kernel.image = Store::Get().Find(kernel.sha256);
   if (kernel.image == nullptr) return NotFound({{chip, &kernel}});
@@ -386,11 +396,6 @@ ffi::Error Load(Step* step, int32_t device) {
   }
   step->ready[index].store(loaded.get(), std::memory_order_release);
   return ffi::Error::Success();
-}
-
-const Step::Loaded* Ready(const Step& step, int32_t device) {
-  if (device < 0 || static_cast<size_t>(device) >= kMaxDevices) return nullptr;
-  return step.ready[static_cast<size_t>(device)].load(std::memory_order_acquire);
 }
 
 // ---- initialize: before every run, never under capture, the device's context current -----------
@@ -505,6 +510,7 @@ ffi::Error Launch(Step* step, int32_t device, Handle stream, const ffi::Remainin
       params[i] = const_cast<char*>(kNothing.data());
     }
   }
+  bool cleared = false;
   for (size_t i = 0; i < kernel.scratch.size(); ++i) {
     if (!kernel.scratch[i].clear || arguments.scratch[i] == 0) continue;
     void* const address = buffers.data[kernel.scratch[i].buffer];
@@ -512,12 +518,13 @@ ffi::Error Launch(Step* step, int32_t device, Handle stream, const ffi::Remainin
         !f.empty())
       return internal(f);
     ++counters.cleared;
+    cleared = true;
   }
   ++counters.launches;
   if (index != 0) ++counters.fallback_entries;
   if (driver.IsCapturing(stream)) ++counters.captured;
   Settings settings = entry.settings;
-  settings.early_start &= *launched;
+  settings.early_start &= *launched && !cleared;
   launching = &buffers;
   Failure failure =
       driver.Launch(loaded->handles[index], device, arguments.grid, settings, stream, params.data());

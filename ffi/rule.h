@@ -20,7 +20,6 @@ namespace ffi = xla::ffi;
 
 constexpr size_t kMaxBuffers = 16, kMaxScalars = 24, kMaxMaps = 8, kMaxParameters = 48,
                  kMaxScratch = 4, kMaxSummands = 8;
-constexpr size_t kMaxCall = 64;  // buffers of a call of several launches
 constexpr int64_t kConstant = -1, kMultiprocessors = -2;  // in the place of a buffer's number
 constexpr int64_t kMaxZeros = 64;                         // bytes
 

@@ -349,6 +349,7 @@ BAD_ATTRIBUTES = [  # of a call, beside its kernels
     ("steps=3", "steps is not a dictionary of launches"),
     ("steps={'1': step()}", "steps has no launch 0"),
     ("steps={'0': step(), '1': {}}", "the call has no attribute kernels"),
+    ("steps={'0': step(operands=[1 << 40])}", "a launch takes buffer 1099511627776, the call has"),
     ("steps={'0': step(operands=[3])}", "a launch takes buffer 3, the call has 3"),
     ("steps={'0': step(operands=[-1])}", "scalar 1 of stand_in_0 does not fit 8 bytes"),
     ("steps={'0': step(operands=[-2])}", "operands or results number a buffer out of range"),
@@ -385,7 +386,7 @@ def test_another_version_is_named(scenario):
     out = scenario(
         """
         rows = []
-        for abi in (np.int64(2), np.int64(1), np.int64(3), np.int32(2)):
+        for abi in (np.int64(2), np.int64(3), np.int64(1), np.int64(4), np.int32(3)):
             CALL = {"abi": abi}
             rows.append(attempt())
         del call_attributes
@@ -395,11 +396,11 @@ def test_another_version_is_named(scenario):
         print(json.dumps([*rows, attempt(), _ffi.ABI, launches()]))
         """
     )
-    assert out[0] is None and out[5:] == [2, 1]
-    for error, version in ((out[1], 1), (out[2], 3), (out[4], 1)):
+    assert out[:2] == [None, None] and out[6:] == [3, 2]
+    for error, version in ((out[2], 1), (out[3], 4), (out[5], 1)):
         assert f"calls kernels by version {version} of jax_mx's launch attributes" in error
-        assert "launches version 2; export or lower the program again with this jax_mx" in error
-    assert "attribute abi of the call is not an i64" in out[3]
+        assert "launches versions 2 to 3; export or lower the program again with this" in error
+    assert "attribute abi of the call is not an i64" in out[4]
 
 
 @pytest.mark.parametrize(

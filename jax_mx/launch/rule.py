@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-ABI = 2  # the version of the attributes; ffi/launch.cc launches no other
+ABI = 3  # the version of the attributes; ffi/launch.cc launches the one before, too
 
 JSON: TypeAlias = Any
 CONSTANT, MULTIPROCESSORS = -1, -2  # in the place of a buffer's number
@@ -345,8 +345,9 @@ class Entry:
       usage: the compiler's figures for the entry; for reports alone.
       shared: bytes of dynamic shared memory per thread block.
       cluster: thread blocks of a cluster, along three axes; 16 at most. CUDA only.
-      early_start: whether it may start before the call's launch ahead of it has ended. It must then
-        wait for that itself before it touches what a launch of the call writes. CUDA only.
+      early_start: whether it may start before the call's launch ahead of it has ended. It then waits
+        for that itself, always, before it writes or reads what a launch of the call writes. CUDA
+        only.
       parameters: in the kernel's order. By default the operands' pointers, the results' pointers,
         then the scalars.
     """

@@ -16,7 +16,7 @@ A launch may start before the one ahead of it in the same call has ended, which 
 has asked for its first codes: a call's launches write x, and no codes or scales.
 
 Waiting: all threads of a thread block meet once a tile, and all have the same tiles. A thread block
-waits for the launch ahead, whose thread blocks all have room by then.
+waits for the launch ahead, whose thread blocks have all begun by then: each says so first.
 """
 
 import dataclasses

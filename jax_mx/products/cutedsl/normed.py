@@ -167,13 +167,13 @@ class Normed(Direct):
         add_to(rX, rY)
         add_vector(squares, rX, "bfloat16")
         column = s * SUMS + tid * self.each
-        if column < wide:
+        if (column < wide) & (m < t):  # shared memory has room for no more rows
             pairs = cute.recast_tensor(rX, Uint32)
             cute.autovec_copy(
                 pairs, self.placed(to + m * self.pitch(wide) + 2 * column, self.each // 2)
             )
             block, _, _ = cute.arch.block_idx()
-            if (block == 0) & (m < t):
+            if block == 0:
                 address = arrays["sum"].toint() + 2 * (Int64(m) * wide + column)
                 cute.autovec_copy(pairs, vector(address, Uint32, self.each // 2))
 
