@@ -79,7 +79,7 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, plan: Chain) -> Any:
     target = target_of(ctx, platform)
     if not target.partitioned:
         kernels = [kernels_by_itself(step, target) for step, _ in plan.steps]
-        if all(kernels) and len({(*each,) for each in kernels if each}) == 1:
+        if None not in kernels and len({(*each,) for each in kernels if each}) == 1:
             steps = _wired(plan, kernels, len(operands))
             return calls.emit_steps(ctx, *operands, steps=steps, device=target.device)
     rule: Any = mlir.lower_fun(functools.partial(in_turn, plan=plan), multiple_results=True)

@@ -15,6 +15,7 @@ from jax_mx.launch.private import vary_alike
 from jax_mx.norms.rms_norm import eps_of, rms_norm
 from jax_mx.products.dot_general import einsum
 from jax_mx.products.kernel_plans import plan_of, strips_of
+from jax_mx.products.operand import QuantizedWeight
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.activations import row_of
 from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS, normed_fits
@@ -75,7 +76,10 @@ def normed_matmul(
       TypeError, ValueError: as `rms_norm`, `einsum` and `gated` do.
     """
     op = "normed_matmul"
-    return _chained(op, x, residual, [_step_of(op, 0, (weight, w, activation))], eps)
+    residual, weight = array_of(op, "residual", residual), array_of(op, "weight", weight)
+    _check_activation(op, activation)
+    eps = eps_of(op, eps)
+    return _chained(array_of(op, "x", x), residual, [_Step(w, weight, activation)], eps)
 
 
 @overload
@@ -103,7 +107,7 @@ def matmul_chain(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Products one after the other, each of what the one before gives: a layer behind attention.
 
-        steps = [o, (norm, gate_up, "swiglu"), down, (next_norm, qkv)]
+        steps = [o, (norm, gate_up, "swiglu"), down, (next_norm, w_qkv)]
         qkv, x = jax_mx.matmul_chain(attended, steps, residual=x)
 
     A step that is a weight is a product. A step (norm, weight) or (norm, weight, activation) is
@@ -113,7 +117,7 @@ def matmul_chain(
         y = jax_mx.einsum("...k,nk->...n", attended, o, recipe="bf16")
         y, x = jax_mx.normed_matmul(y, x, norm, gate_up, activation="swiglu")
         y = jax_mx.einsum("...k,nk->...n", y, down, recipe="bf16")
-        qkv, x = jax_mx.normed_matmul(y, x, next_norm, qkv)
+        qkv, x = jax_mx.normed_matmul(y, x, next_norm, w_qkv)
 
     On Hopper one call launches all kernels for up to four rows of bfloat16, where `normed_matmul`
     has a kernel for each step with a norm, and the other weights are such as it takes. A kernel
@@ -134,15 +138,18 @@ def matmul_chain(
       TypeError, ValueError: a step is none of these, or as `normed_matmul` and `einsum` do.
     """
     op = "matmul_chain"
-    if not isinstance(steps, list | tuple) or not steps:
-        raise TypeError(f"{op}: steps must be a list of weights and tuples, got {shown(steps)}")
+    if not isinstance(steps, list) or not steps:
+        raise TypeError(
+            f"{op}: steps must be a list of one or more weights and tuples, got {shown(steps)}"
+        )
     each = [_step_of(op, i, step) for i, step in enumerate(steps)]
     normed = [i for i, step in enumerate(each) if step.weight is not None]
     if normed and residual is None:
         raise ValueError(
             f"{op}: step {normed[0]} has a norm, which is of a sum; pass residual, the summand"
         )
-    return _chained(op, x, residual, each, eps)
+    stream = None if residual is None else array_of(op, "residual", residual)
+    return _chained(array_of(op, "x", x), stream, each, eps_of(op, eps))
 
 
 # ---- arguments ---
@@ -152,34 +159,49 @@ def _step_of(op: str, number: int, step: Any) -> _Step:
     Raises:
       TypeError, ValueError: it is none.
     """
-    if not isinstance(step, tuple) or isinstance(step, _Step):
-        return _Step(step)
-    if len(step) not in (2, 3):
+    parts = (
+        step if isinstance(step, tuple) and not isinstance(step, QuantizedWeight) else (None, step)
+    )
+    if len(parts) not in (2, 3):
         raise ValueError(
             f"{op}: step {number} must be a weight, (norm, weight) or (norm, weight, activation), "
-            f"got {len(step)} entries"
+            f"got a tuple of length {len(parts)}"
         )
-    weight, w, *rest = step
-    activation = rest[0] if rest else ""
-    if activation:
-        row_of(op, activation)
-    return _Step(w, None if weight is None else array_of(op, "weight", weight), activation)
+    weight, w, activation = (*parts, "")[:3]
+    _check_activation(f"{op}: step {number}", activation)
+    if weight is not None:
+        weight = array_of(op, f"the norm of step {number}", weight)
+    if not isinstance(w, MXArray | QuantizedWeight):
+        w = array_of(op, f"the weight of step {number}", w)
+    return _Step(w, weight, activation)
+
+
+def _check_activation(op: str, name: Any) -> None:
+    if not (isinstance(name, str) and name == ""):
+        row_of(op, name)
 
 
 # ---- what it computes ---
 def _chained(
-    op: str, x: Any, residual: Any, steps: Sequence[_Step], eps: float
+    x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float
 ) -> tuple[jax.Array, Any]:
-    """The results of a call of `matmul_chain`."""
-    x = array_of(op, "x", x)
-    residual = None if residual is None else array_of(op, "residual", residual)
-    eps = eps_of(op, eps)
-    plans = _plans_of(x, residual, steps, eps)
-    if plans is None:
-        return _in_lines(x, residual, steps, eps)
-    if all(step.weight is None for step in steps):
-        return _by_kernels(x, None, steps, eps, plans)[0], residual
-    return _by_kernels(x, residual, steps, eps, plans)
+    """The results of steps: neighbours that kernels serve are one call."""
+    done = 0
+    while done < len(steps):
+        try:
+            plans = _plans_of(x, residual, steps[done:], eps)
+            now = steps[done : done + max(len(plans), 1)]
+            if len(plans) > 1 or (plans and now[0].weight is not None):
+                x, residual = _by_kernels(x, residual, now, eps, plans)
+            else:  # a product by itself has choices of its own
+                now = now[:1]
+                x, residual = _in_lines(x, residual, now, eps)
+        except (TypeError, ValueError) as error:
+            if len(steps) > 1:
+                error.add_note(f"This is step {done} of matmul_chain.")
+            raise
+        done += len(now)
+    return x, residual
 
 
 def _in_lines(x: Any, residual: Any, steps: Sequence[_Step], eps: float) -> tuple:
@@ -192,38 +214,35 @@ def _in_lines(x: Any, residual: Any, steps: Sequence[_Step], eps: float) -> tupl
     return x, residual
 
 
-def _plans_of(
-    x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float
-) -> list[ProductPlan] | None:
-    """A plan for each step, where kernels may serve all of them; else None."""
-    floats, codes = [x] if residual is None else [x, residual], []
-    if not x.ndim or any(map(is_symbolic, x.shape)) or 0 in x.shape:
-        return None
-    rows, length, plans = math.prod(x.shape[:-1]), x.shape[-1], []
-    if rows > DIRECT:
-        return None
-    for step in steps:
-        w, weight, activation = step
-        if not _is_served(w, length) or activation not in _ACTIVATIONS:
-            return None
-        codes.append(w.values)
-        if weight is None and activation:
-            return None
+def _plans_of(x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float) -> list[ProductPlan]:
+    """A plan for each of the first steps that kernels may serve, of what the one before gives."""
+    if not x.ndim or any(map(is_symbolic, x.shape)) or 0 in x.shape or not _is_plain(x):
+        return []
+    lead, length, plans = x.shape[:-1], x.shape[-1], []
+    rows = math.prod(lead)
+    for w, weight, activation in steps:
+        if rows > DIRECT or not _is_served(w, length) or activation not in _ACTIVATIONS:
+            break
         if weight is None:
-            strips = strips_of(1, w.shape[0])
-            plans.append(plan_of((w.format,), x.dtype, rows, strips=strips))
+            if activation:
+                break
+            plans.append(plan_of((w.format,), x.dtype, rows, strips=strips_of(1, w.shape[0])))
         else:
-            floats.append(weight)
-            fits = weight.shape == (length,) and residual.shape == (*x.shape[:-1], length)
-            if not fits or not normed_fits(rows, length) or w.shape[0] % 2 ** bool(activation):
-                return None
-            options = {"eps": eps, "activation": activation}
+            fits = weight.shape == (length,) and residual.shape == (*lead, length)
+            if not (fits and normed_fits(rows, length) and _is_plain(weight, residual)):
+                break
+            if activation and w.shape[0] % 2:
+                break
+            options: dict[str, Any] = {"eps": eps, "activation": activation}
             plans.append(ProductPlan("normed", (w.format,), x.dtype, False, DIRECT, **options))
-        length = w.shape[0] // 2 ** bool(activation)
-    if any(a.dtype != jnp.bfloat16 for a in floats):
-        return None
-    split = any(is_explicit(jax.typeof(a).sharding.mesh) for a in floats + codes)
-    return None if split else plans
+        length = w.shape[0] // (2 if activation else 1)
+    return plans
+
+
+def _is_plain(*arrays: jax.Array) -> bool:
+    """Whether they are bfloat16, on no mesh with explicit axes."""
+    meshes = (jax.typeof(a).sharding.mesh for a in arrays)
+    return all(a.dtype == jnp.bfloat16 for a in arrays) and not any(map(is_explicit, meshes))
 
 
 def _is_served(w: Any, length: int) -> bool:
@@ -233,20 +252,22 @@ def _is_served(w: Any, length: int) -> bool:
     lies = w.ndim == 2 and w.axis == -1 and w.block == (BLOCK,)
     if not lies or w.scale_layout.is_tiled or w.value_layout.is_tiled:
         return False
-    return not any(map(is_symbolic, w.shape)) and 0 not in w.shape and w.shape[1] == length
+    if any(map(is_symbolic, w.shape)) or 0 in w.shape or w.shape[1] != length:
+        return False
+    return not is_explicit(jax.typeof(w.values).sharding.mesh)
 
 
 def _by_kernels(
     x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float, plans: Sequence[ProductPlan]
 ) -> tuple[jax.Array, Any]:
     """The same by the kernels of these plans."""
-    rows, floats = math.prod(x.shape[:-1]), [x] if residual is None else [x, residual]
     norms = [step.weight for step in steps if step.weight is not None]
+    rows, floats = math.prod(x.shape[:-1]), [x, residual] if norms else [x]
     operands = [a.reshape(rows, -1) for a in floats]
     for step in steps:
         operands += [] if step.weight is None else [step.weight]
         operands += [step.w.values[None], step.w.scales[None]]
-    chain, last = chain_of(plans, residual is not None)
+    chain, last = chain_of(plans, has_residual=bool(norms))
     # Without the barrier of `run_once`: where a token is decoded, no scan keeps y.
     fixed = vary_alike(*map(jax.lax.stop_gradient, operands))
     call = chain_p.bind if len(steps) > 1 else in_turn
@@ -256,7 +277,7 @@ def _by_kernels(
 
     def lines(*args: jax.Array) -> list[jax.Array]:
         given = iter(args)
-        x, residual = next(given), next(given) if len(floats) > 1 else None
+        x, residual = next(given), next(given) if norms else None
         own = [s if s.weight is None else s._replace(weight=next(given)) for s in steps]
         return [*_in_lines(x, residual, own, eps)][: len(floats)]
 
@@ -265,4 +286,4 @@ def _by_kernels(
         return jax.jvp(lines, args, moves)[1]
 
     y, *total = derivatives.derived(outs, [*floats, *norms], tangents_of)
-    return y, total[0] if total else None
+    return y, total[0] if total else residual

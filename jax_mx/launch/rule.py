@@ -345,8 +345,8 @@ class Entry:
       usage: the compiler's figures for the entry; for reports alone.
       shared: bytes of dynamic shared memory per thread block.
       cluster: thread blocks of a cluster, along three axes; 16 at most. CUDA only.
-      early_start: whether it may start before the call's launch ahead of it has ended. It then waits
-        for that itself, always, before it writes or reads what a launch of the call writes. CUDA
+      early_start: whether it may start before the call's launch ahead of it has ended. It always
+        waits for that itself, before it writes, or reads what a launch of the call writes. CUDA
         only.
       parameters: in the kernel's order. By default the operands' pointers, the results' pointers,
         then the scalars.

@@ -37,7 +37,8 @@ def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *sizes, plan: Any)
     if plan.free:
         w = w.mT
     length = w.shape[-1]
-    parts = x.astype(jnp.float32).reshape(x.shape[0], -1, length + plan.free * (-length % UNIT))
+    wide = length + plan.free * (-length % UNIT)
+    parts = x.astype(jnp.float32).reshape(x.shape[0], x.shape[1] // wide, wide)
     return [_product(parts.sum(1)[:, :length], w, *sizes).astype(plan.dtype)]
 
 
@@ -145,7 +146,8 @@ def _batch_normed(primitive: Primitive, args, dims, *, plan: ProductPlan):
     size, rows, length = args[0].shape
     flat = [*(a.reshape(size * rows, length) for a in args[:2]), *args[2:]]
     bind = primitive.bind if normed_fits(size * rows, length) else _normed_reference
-    return [a.reshape(size, rows, -1) for a in bind(*flat, plan=plan)], [0, 0]
+    outs = bind(*flat, plan=plan)
+    return [a.reshape(size, rows, a.shape[-1]) for a in outs], [0, 0]
 
 
 def _wgrad_avals(*operands, plan: ProductPlan):
