@@ -168,22 +168,60 @@ def test_steps_without_a_norm_and_of_floats():
     assert_bits_equal(y, product(x, floats))
 
 
+def test_steps_that_no_kernel_takes_leave_the_others_theirs():
+    (x, residual, first, second), steps, _ = of_a_layer()
+    *three, (_, qkv) = steps(first, second)
+    floats = jax_mx.dequantize(qkv, jnp.bfloat16)
+    text = str(jax.make_jaxpr(chained(lambda *_: [*three, (second, floats)]))(x, residual))
+    assert text.count("= mx_chain[") == 1 and "mx_normed" not in text
+    got = jax_mx.matmul_chain(x, [*three, (second, floats)], residual=residual)
+    y, total = jax_mx.matmul_chain(x, three, residual=residual)
+    for g, w in zip(got, jax_mx.normed_matmul(y, total, second, floats), strict=True):
+        assert_bits_equal(g, w)
+    square = jax_mx.quantize(jnp.eye(128, dtype=jnp.bfloat16))
+    y, _ = jax_mx.matmul_chain(x, [square] * 30)  # as many as one likes
+    assert_bits_equal(y, x)
+
+
+def test_an_empty_batch():
+    (x, residual, first, second), steps, _ = of_a_layer()
+    f = chained(steps)
+    many = [jnp.zeros((0, *a.shape), a.dtype) for a in (x, residual)]
+    y, total = jax.vmap(f, (0, 0, None, None))(*many, first, second)
+    assert y.shape == (0, 2, 96) and total.shape == (0, 2, 256)
+
+
 def test_what_a_chain_refuses():
     (x, residual, first, second), steps, _ = of_a_layer()
     four = steps(first, second)
     call = partial(jax_mx.matmul_chain, x)
     with pytest.raises(ValueError, match=r"matmul_chain: step 1 has a norm, .*; pass residual"):
         call(four)
-    with pytest.raises(TypeError, match="steps must be a list of weights and tuples, got "):
-        call(four[0])
-    with pytest.raises(ValueError, match=r"step 1 must be a weight, .* got 4 entries"):
+    for wrong in (four[0], (first, four[0]), []):
+        with pytest.raises(TypeError, match="steps must be a list of one or more weights and"):
+            call(wrong, residual=residual)
+    with pytest.raises(ValueError, match=r"step 1 must be a weight, .* a tuple of length 4"):
         call([four[0], (*four[1], 3)], residual=residual)
-    with pytest.raises(ValueError, match="activation must be 'swiglu', "):
-        call([(None, four[0], "swish")])
-    with pytest.raises(ValueError, match="residual has the shape"):
-        call(four, residual=residual[:1])
+    for wrong in ("swish", None, [], first):
+        with pytest.raises(ValueError, match="step 0: activation must be 'swiglu', "):
+            call([(None, four[0], wrong)])
+    for wrong, named in (
+        ([first, four[0]], "the weight of step 1 is"),
+        (None, "the weight of step 1 is"),
+        ((four[1][1], first), "the norm of step 1 is"),
+    ):
+        with pytest.raises(TypeError, match=f"matmul_chain: {named}"):
+            call([four[0], wrong], residual=residual)
+    for wrong, message in ((residual[:1], "residual has the shape"), (x, "residual has the shape")):
+        with pytest.raises(ValueError, match=message) as refused:
+            call(four, residual=wrong)
+        assert refused.value.__notes__ == ["This is step 1 of matmul_chain."]
     with pytest.raises(ValueError, match="128"):
         call(four[::-1], residual=residual)
+    with pytest.raises(TypeError, match="normed_matmul: residual is None"):
+        jax_mx.normed_matmul(x, None, first, four[0])
+    with pytest.raises(TypeError, match="normed_matmul: weight is None"):
+        jax_mx.normed_matmul(x, x, None, four[0])
 
 
 def test_one_call_launches_all_kernels_of_a_chain(monkeypatch):

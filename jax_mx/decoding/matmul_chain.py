@@ -85,7 +85,7 @@ def normed_matmul(
 @overload
 def matmul_chain(
     x: jax.typing.ArrayLike,
-    steps: Sequence[Any],
+    steps: list[Any],
     *,
     residual: jax.typing.ArrayLike,
     eps: float = 1e-6,
@@ -94,13 +94,13 @@ def matmul_chain(
 
 @overload
 def matmul_chain(
-    x: jax.typing.ArrayLike, steps: Sequence[Any], *, residual: None = None, eps: float = 1e-6
+    x: jax.typing.ArrayLike, steps: list[Any], *, residual: None = None, eps: float = 1e-6
 ) -> tuple[jax.Array, None]: ...
 
 
 def matmul_chain(
     x: jax.typing.ArrayLike,
-    steps: Sequence[Any],
+    steps: list[Any],
     *,
     residual: jax.typing.ArrayLike | None = None,
     eps: float = 1e-6,
@@ -112,21 +112,22 @@ def matmul_chain(
 
     A step that is a weight is a product. A step (norm, weight) or (norm, weight, activation) is
     `normed_matmul` of what is there and the residual, and the sum is the next residual. A norm None
-    is none. So these lines have its bits where products are exact, and its derivatives::
+    is none. It stands for these lines, and gives their bits where products are exact::
 
         y = jax_mx.einsum("...k,nk->...n", attended, o, recipe="bf16")
         y, x = jax_mx.normed_matmul(y, x, norm, gate_up, activation="swiglu")
         y = jax_mx.einsum("...k,nk->...n", y, down, recipe="bf16")
         qkv, x = jax_mx.normed_matmul(y, x, next_norm, w_qkv)
 
-    On Hopper one call launches all kernels for up to four rows of bfloat16, where `normed_matmul`
-    has a kernel for each step with a norm, and the other weights are such as it takes. A kernel
-    then asks for its weight before the kernel ahead has ended. Elsewhere it is these lines.
+    On Hopper one call launches the kernels of neighbouring steps, for up to four rows of bfloat16.
+    A step with a norm is one that `normed_matmul` has a kernel for; other weights are such as it
+    takes. A kernel then asks for its weight before the kernel ahead has ended. Elsewhere, and for
+    other steps, it is these lines. Its derivatives are theirs.
 
     Args:
       x: bfloat16, float16 or float32 (..., K).
-      steps: one or more; a weight is (N, K), floats or an `MXArray` with its blocks along K, a norm
-        is floats (K,), an activation is a name, see `gated`.
+      steps: a list of one or more. A weight is (N, K), floats or an `MXArray` with its blocks along
+        K, a norm is floats (K,), an activation is a name, see `gated`.
       residual: of the shape and dtype of what the first step with a norm takes; None: no step has a
         norm.
       eps: see `rms_norm`.
@@ -159,9 +160,7 @@ def _step_of(op: str, number: int, step: Any) -> _Step:
     Raises:
       TypeError, ValueError: it is none.
     """
-    parts = (
-        step if isinstance(step, tuple) and not isinstance(step, QuantizedWeight) else (None, step)
-    )
+    parts = step if isinstance(step, tuple) else (None, step)
     if len(parts) not in (2, 3):
         raise ValueError(
             f"{op}: step {number} must be a weight, (norm, weight) or (norm, weight, activation), "
