@@ -33,6 +33,7 @@ def facts_of(
             "tiles": variant.tiles,
             "free": variant.free,
             "narrow": variant.narrow,
+            "activation": variant.activation,
         }
     return {
         "form": str(variant.form),
