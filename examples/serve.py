@@ -28,7 +28,7 @@ product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), 
 
 
 def chain(config, x, steps, residual):
-    """`jax_mx.matmul_chain`: of up to four tokens one call. Of more, and of floats, plain JAX."""
+    """`jax_mx.matmul_chain` for up to four tokens, one call; plain JAX for more, or for floats."""
     steps = [step if isinstance(step, tuple) else (None, step) for step in steps]
     if isinstance(steps[0][1], jax_mx.MXArray) and x.size // x.shape[-1] <= 4:
         return jax_mx.matmul_chain(x, steps, residual=residual, eps=config["rms_norm_eps"])
@@ -44,7 +44,7 @@ def chain(config, x, steps, residual):
 
 
 def attention(config, cache, qkv, start):
-    """What tokens (B, S) from position `start` on attend to, of their products; and the cache."""
+    """The attention of tokens (B, S) from position `start` on, of their products; and the cache."""
     (b, s, _), heads, d = qkv.shape, config["num_attention_heads"], config["head_dim"]
     positions, theta = (start + jnp.arange(s)).astype(jnp.float32), config["rope_theta"]
     q, k, v = jnp.split(qkv.reshape(b, s, -1, d), [heads, heads + config["num_key_value_heads"]], 2)

@@ -461,7 +461,7 @@ class Case:
 
     @property
     def sent(self) -> dict:
-        """The attributes, or those of a call of several launches that comes to the same."""
+        """The attributes, or a call of several launches that does the same."""
         attributes, absent = self.attributes, self.attributes.get("absent", [])
         count = self.operands + (len(absent) if isinstance(absent, list) else 0)
         is_right = isinstance(absent, list) and absent == sorted(set(absent) & {*range(count)})

@@ -233,7 +233,7 @@ def test_one_call_launches_all_kernels_of_a_chain(monkeypatch):
     traced = jax.jit(chained(steps)).trace(*args)
     line = call_attributes_in(traced.lower(lowering_platforms=("cuda",)).as_text())
     wires = re.findall(r"(operands|results) = dense<\[?([-\d, ]+)\]?>", line)
-    numbers = [(name, [int(n) for n in found.split(",")]) for name, found in wires]
+    numbers = [(name, [int(n) for n in text.split(",")]) for name, text in wires]
     # x, the residual; o; a norm and gates; down; a norm and q, k, v. 12 operands, 6 results.
     assert numbers == [
         ("operands", [0, 2, 3, -1, -1, -1, -1]),

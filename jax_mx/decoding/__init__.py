@@ -1,1 +1,1 @@
-"""What a layer computes where a few tokens are decoded: several products in one call."""
+"""Layers of a few tokens: several products in one call."""

@@ -42,15 +42,15 @@ def chain_of(plans: Sequence[ProductPlan], has_residual: bool) -> tuple[Chain, d
       The chain, and the numbers of the last "x" and "residual".
     """
     last = {"x": 0, "residual": 1}
-    own = 1 + has_residual
-    operands = [plan.signature.present(plan.lacks) for plan in plans]
-    result = own + sum(array.name not in last for each in operands for array in each)
+    weight = 1 + has_residual  # the number of the first operand that only one step takes
+    arrays = [plan.signature.present(plan.lacks) for plan in plans]
+    result = weight + sum(array.name not in last for step in arrays for array in step)
     steps = []
-    for plan, each in zip(plans, operands, strict=True):
+    for plan, operands in zip(plans, arrays, strict=True):
         numbers = []
-        for array in each:
-            numbers.append(last.get(array.name, own))
-            own += array.name not in last
+        for array in operands:
+            numbers.append(last.get(array.name, weight))
+            weight += array.name not in last
         steps.append((plan, tuple(numbers)))
         for array in plan.signature.results:
             last["x" if array.name == "y" else "residual"] = result
@@ -79,7 +79,7 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, plan: Chain) -> Any:
     target = target_of(ctx, platform)
     if not target.partitioned:
         kernels = [kernels_by_itself(step, target) for step, _ in plan.steps]
-        if None not in kernels and len({(*each,) for each in kernels if each}) == 1:
+        if None not in kernels and len({(*chips,) for chips in kernels if chips}) == 1:
             steps = _wired(plan, kernels, len(operands))
             return calls.emit_steps(ctx, *operands, steps=steps, device=target.device)
     rule: Any = mlir.lower_fun(functools.partial(in_turn, plan=plan), multiple_results=True)
@@ -89,12 +89,12 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, plan: Chain) -> Any:
 def _wired(plan: Chain, kernels: Sequence[Any], count: int) -> list[tuple[Any, list, list]]:
     """For each step its kernels, and the numbers of its operands and results; -1 of absent ones."""
     steps = []
-    for (step, numbers), own in zip(plan.steps, kernels, strict=True):
-        given = iter(numbers)
-        operands = [-1 if a.name in step.lacks else next(given) for a in step.signature.operands]
+    for (step, numbers), by_chip in zip(plan.steps, kernels, strict=True):
+        rest = iter(numbers)
+        operands = [-1 if a.name in step.lacks else next(rest) for a in step.signature.operands]
         results = range(count, count + len(step.signature.results))
         count = results.stop
-        steps.append((own, operands, [*results]))
+        steps.append((by_chip, operands, [*results]))
     return steps
 
 

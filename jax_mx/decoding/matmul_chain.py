@@ -143,14 +143,14 @@ def matmul_chain(
         raise TypeError(
             f"{op}: steps must be a list of one or more weights and tuples, got {shown(steps)}"
         )
-    each = [_step_of(op, i, step) for i, step in enumerate(steps)]
-    normed = [i for i, step in enumerate(each) if step.weight is not None]
+    checked = [_step_of(op, i, step) for i, step in enumerate(steps)]
+    normed = [i for i, step in enumerate(checked) if step.weight is not None]
     if normed and residual is None:
         raise ValueError(
             f"{op}: step {normed[0]} has a norm, which is of a sum; pass residual, the summand"
         )
     stream = None if residual is None else array_of(op, "residual", residual)
-    return _chained(array_of(op, "x", x), stream, each, eps_of(op, eps))
+    return _chained(array_of(op, "x", x), stream, checked, eps_of(op, eps))
 
 
 # ---- arguments ---
@@ -275,10 +275,10 @@ def _by_kernels(
     outs = [every[last[name]].reshape(*x.shape[:-1], -1) for name in names]
 
     def lines(*args: jax.Array) -> list[jax.Array]:
-        given = iter(args)
-        x, residual = next(given), next(given) if norms else None
-        own = [s if s.weight is None else s._replace(weight=next(given)) for s in steps]
-        return [*_in_lines(x, residual, own, eps)][: len(floats)]
+        rest = iter(args)
+        x, residual = next(rest), next(rest) if norms else None
+        again = [s if s.weight is None else s._replace(weight=next(rest)) for s in steps]
+        return [*_in_lines(x, residual, again, eps)][: len(floats)]
 
     def tangents_of(_: Any, args: list, tangents: list) -> Any:
         moves = [jnp.zeros_like(a) if t is None else t for a, t in zip(args, tangents, strict=True)]

@@ -222,7 +222,7 @@ ROWS = [
      "why": "The tile is the fastest of those measured, at 4096 to 128256 columns."},
     {"kernel": "normed.Direct", "where": {"codes_per_byte": 2, "activation": "swiglu"},
      "value": {"warps": 8, "steps": 4, "resident": 2},
-     "why": "Three thread blocks spill registers; without an activation it takes 27.3 us, not 27.6."},
+     "why": "Three thread blocks spill registers. Without an activation: 27.3 us, not 27.6."},
     {"kernel": "normed.Direct", "where": {"codes_per_byte": 2},
      "value": {"warps": 8, "steps": 2, "resident": 3},
      "why": "Fewer thread blocks norm: a step of Llama-8B takes 2.50 ms, with four a place 2.66."},
