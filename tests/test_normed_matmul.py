@@ -253,26 +253,28 @@ def test_kernels_of_a_chain_wait_for_each_other(format, monkeypatch):
     """Many layers on each other, in CUDA graphs and out of them: bits of a call for each kernel."""
     for lead, width, inner in (((1,), 4096, 14336), ((4,), 2048, 640), ((3,), 256, 28672)):
         (x, *rest), steps, _ = of_a_layer(lead, width, inner, format)
-
-        def layers(x, residual, *norms, steps=steps):
-            def layer(now, _):
-                y, total = chained(steps)(*now, *norms)
-                y = jnp.tanh(jnp.pad(y, ((0, 0), (0, 32))))
-                return (y.astype(x.dtype), jnp.tanh(total)), None
-
-            return jax.lax.scan(layer, (x, residual), None, length=40)[0]
-
-        programs = {}
-        for name in ("chain", "in turn"):
-            if name == "in turn":
-                monkeypatch.setattr(matmul_chain.chain_p, "bind", chain.in_turn)
-            run = jax.jit(layers).lower(x, *rest).compile()
-            assert run.as_text().count(store.TARGET) == (1 if name == "chain" else 4)
-            programs[name] = run
-        monkeypatch.undo()
-        want = programs["in turn"](x, *rest)
+        run = of_many_layers(steps, 1, x, *rest)
+        with monkeypatch.context() as patch:
+            patch.setattr(matmul_chain.chain_p, "bind", chain.in_turn)
+            want = of_many_layers(steps, 4, x, *rest)(x, *rest)
         for _ in range(5):
             poison_memory()
-            for got, its in zip(programs["chain"](x, *rest), want, strict=True):
+            for got, its in zip(run(x, *rest), want, strict=True):
                 assert_bits_equal(got, its)
                 assert np.isfinite(np.asarray(got, np.float32)).all()
+
+
+def of_many_layers(steps, calls, *args):
+    """A compiled program of many layers, each of which has so many calls of kernels."""
+
+    def layers(x, residual, *norms):
+        def layer(now, _):
+            y, total = chained(steps)(*now, *norms)
+            y = jnp.tanh(jnp.pad(y, ((0, 0), (0, 32))))
+            return (y, jnp.tanh(total)), None
+
+        return jax.lax.scan(layer, (x, residual), None, length=40)[0]
+
+    run = jax.jit(layers).lower(*args).compile()
+    assert run.as_text().count(f'"{store.TARGET}"') == calls
+    return run

@@ -135,7 +135,11 @@ def _normed_reference(x, residual, weight, codes, scales, *, plan: ProductPlan):
     rows = DIRECT if x.shape[0] <= DIRECT else FEWEST
     alone = dataclasses.replace(plan, op="matmul", rows=rows, eps=0.0, activation="")
     y = product([floats, codes, scales], alone)
-    return [gated(jnp.split(y, 2, -1), None, plan.activation) if plan.activation else y, total]
+    if plan.activation:
+        # Without it XLA leaves out that the product is rounded before the activation.
+        y = jax.lax.reduce_precision(y.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+        y = gated(jnp.split(y.astype(plan.dtype), 2, -1), None, plan.activation)
+    return [y, total]
 
 
 def _batch_normed(primitive: Primitive, args, dims, *, plan: ProductPlan):
