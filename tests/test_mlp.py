@@ -290,7 +290,7 @@ def test_a_pair_of_weights_of_any_kind(kinds):
 
     def layer_of(f):
         def call(x, gate, up, w2):
-            pair = tuple(weight_of_kind[name](w) for name, w in zip(kinds, (gate, up), strict=True))
+            pair = [weight_of_kind[name](w) for name, w in zip(kinds, (gate, up), strict=True)]
             return f(x, pair, w2)
 
         return call

@@ -95,7 +95,7 @@ def mlp(
       NotImplementedError: the named implementation does not serve a product.
     """
     op = "mlp"
-    pair = isinstance(w_gate_up, tuple)
+    pair = isinstance(w_gate_up, tuple | list)
     names = ("w_gate_up[0]", "w_gate_up[1]") if pair else ("w_gate_up",)
     gate = _activation(op, activation, interleaved, w_gate_up if pair else None)
     x, w2 = operand_of(op, "x", x), operand_of(op, "w_down", w_down)
