@@ -214,8 +214,13 @@ def normed_products():
     def call(a, residual, weight):
         return jax_mx.normed_matmul(a, residual, weight, q())
 
-    y, back = jax.vjp(call, a, a, weight)
-    yield y, back(y)
+    def chain(a, residual, weight):
+        w = jax_mx.quantize(jnp.eye(128, dtype=jnp.bfloat16))
+        return jax_mx.matmul_chain(a, [w, (weight, w)], residual=residual)
+
+    for function in (call, chain):
+        y, back = jax.vjp(function, a, a, weight)
+        yield y, back(y)
 
 
 # A row for each public function: what is called, and all that it gives.
@@ -262,7 +267,7 @@ CALLS = {
     "Gated": activations,
     "Normed": norms,
     "rms_norm": norms,
-    "normed_matmul": normed_products,
+    **dict.fromkeys(("matmul_chain", "normed_matmul"), normed_products),
     "align": lambda: [jax_mx.align(q(), window) for window in (128, "row", (128, 128))],
     "can_multiply": lambda: [np.array(jax_mx.can_multiply(x(), x().mT, options)[0]) for options in (
         "abc,acd->abd", (((2,), (1,)), ((0,), (0,))))],
