@@ -6,8 +6,9 @@
 //
 // Attributes of the call
 //
-//   abi      i64: the version of all that this comment says, 3. Version 2 had no steps. A call without
-//            it is of version 1, which this handler does not launch.
+//   abi      i64: the version of all that this comment says, 3. Version 2, which this
+//            handler launches too, had no steps. A call without it is of version 1, which this
+//            handler does not launch.
 //   kernels  a dictionary from a chip's name ("sm_90") to that chip's kernel, a dictionary itself.
 //   merge    i64[k], optional: rules see the last k dimensions of a buffer as fewer, each the
 //            product of those that have the same number here; a buffer of a rank below k as it is.
@@ -68,7 +69,8 @@
 //   settings  i64[symbols x 5], optional: (bytes of dynamic shared memory, the cluster's thread
 //            blocks along three axes, whether the entry may start before the call's launch ahead of
 //            it has ended: CUDA's programmatic dependent launch). 0, 1, 1, 1, 0 without. The first
-//            launch of a call starts when all before it in the stream has ended.
+//            launch of a call starts when all before it in the stream has ended, and so does one
+//            that clears scratch.
 //   scratch  i64[k x 2], optional: (buffer, clear): a result of the call that is the kernel's
 //            workspace. It must have at least the bytes that `scratch_bytes` says; if `clear` is 1
 //            these are set to zero on the stream before the launch.

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from exact import on_hopper
 from helpers import assert_bits_equal, call_attributes_in, poison_memory, stand_in
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_mx
 from jax_mx.decoding import chain, matmul_chain
@@ -152,6 +154,31 @@ def test_a_chain_under_vmap():
             assert_bits_equal(a, b)
 
 
+def test_a_chain_on_a_mesh():
+    """Devices share weights, of which each has some rows."""
+    args, steps, _ = of_a_layer()
+    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,))
+    o, normed, down, last = steps(None, None)
+    gate_up, qkv = normed[1], last[1]
+
+    def placed(w, *axes):
+        return jax.device_put(w, NamedSharding(mesh, P(*axes)))
+
+    shared = [placed(o, "tensor"), placed(gate_up, "tensor"), placed(down, "tensor"), placed(qkv)]
+
+    def f(args, o, gate_up, down, qkv):
+        x, residual, first, second = args
+        own = [o, (first, gate_up, "swiglu"), down, (second, qkv)]
+        return jax_mx.matmul_chain(x, own, residual=residual)
+
+    with jax.set_mesh(mesh):
+        split = jax.jit(f)(args, *shared)
+    for got, want in zip(split, f(args, o, gate_up, down, qkv), strict=True):
+        np.testing.assert_allclose(
+            got.astype(jnp.float32), want.astype(jnp.float32), rtol=0.02, atol=0.02
+        )
+
+
 def test_steps_without_a_norm_and_of_floats():
     (x, _, first, _), steps, _ = of_a_layer()
     o, normed, down, _ = steps(first, first)
@@ -245,6 +272,12 @@ def test_one_call_launches_all_kernels_of_a_chain(monkeypatch):
         ("operands", [15, 14, 9, 10, 11]),
         ("results", [16, 17]),
     ]
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
+    x, *rest = (jax.device_put(a, NamedSharding(mesh, P())) for a in args)
+    with jax.set_mesh(mesh):  # each product is split as its weight is
+        traced = jax.jit(chained(steps)).trace(x, *rest)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "steps = {" in line and "steps = {" not in text
 
 
 @on_hopper

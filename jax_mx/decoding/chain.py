@@ -1,21 +1,27 @@
 """Products one after the other in one call, so that a kernel may begin while another one ends.
 
 XLA records calls in CUDA graphs, each in a graph of its own, and a kernel there waits for the graph
-ahead. Kernels of one call wait for each other as they say: a product asks for its weight first.
+ahead. Within a call a kernel starts early, loads its first codes, and then waits for the kernel
+ahead.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.interpreters import mlir
 
+from jax_mx.formats.layouts import ROW_MAJOR
 from jax_mx.launch import calls
 from jax_mx.launch.private import define
 from jax_mx.launch.targets import target_of
+from jax_mx.norms.rms_norm import rms_norm
+from jax_mx.products.dot_general import einsum
 from jax_mx.products.primitives import OPS, products_p
+from jax_mx.quantizing.gated import gated
+from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.quantizing.plan import ProductPlan
 from jax_mx.quantizing.primitive import kernels_by_itself, no_derivative
 
@@ -39,9 +45,9 @@ def chain_of(plans: Sequence[ProductPlan], has_residual: bool) -> tuple[Chain, d
     other. A step takes the last y as x, and the last sum as the residual.
 
     Returns:
-      The chain, and the numbers of the last "x" and "residual".
+      The chain, and the numbers of the last "x" and, if there is one, "residual".
     """
-    last = {"x": 0, "residual": 1}
+    last = {"x": 0, "residual": 1} if has_residual else {"x": 0}
     weight = 1 + has_residual  # the number of the first operand that only one step takes
     arrays = [plan.signature.present(plan.lacks) for plan in plans]
     result = weight + sum(array.name not in last for step in arrays for array in step)
@@ -60,29 +66,50 @@ def chain_of(plans: Sequence[ProductPlan], has_residual: bool) -> tuple[Chain, d
 
 def _avals(*operands: Any, plan: Chain) -> list[Any]:
     """The abstract values of all steps' results."""
-    every = [*operands]
-    for step, numbers in plan.steps:
-        every += OPS[step.op].avals(*(every[i] for i in numbers), plan=step)
-    return every[len(operands) :]
+    return _walked(lambda *args, plan: OPS[plan.op].avals(*args, plan=plan), operands, plan)
 
 
 def in_turn(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
     """All steps' results, by a call for each."""
+    return _walked(lambda *args, plan: products_p[plan.op].bind(*args, plan=plan), operands, plan)
+
+
+def in_lines(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
+    """The same by the functions that a step stands for, which choose and split for themselves."""
+    return _walked(_lines, operands, plan)
+
+
+def _lines(x: Any, *args: jax.Array, plan: ProductPlan) -> list[Any]:
+    *normed, codes, scales = args
+    w = MXArray(codes[0], scales[0], plan.formats[0], -1, ROW_MAJOR)
+    total = []
+    if normed:
+        residual, weight = normed
+        x, _, *total = rms_norm(x, weight, eps=plan.eps, residual=residual)[:3]
+    y = einsum("tk,nk->tn", x, w, recipe="bf16", preferred_element_type=plan.dtype)
+    return [gated(y, plan.activation) if plan.activation else y, *total]
+
+
+def _walked(results_of: Callable[..., list], operands: Sequence[Any], plan: Chain) -> list[Any]:
+    """All steps' results, which a function gives for a step's operands and plan."""
     every = [*operands]
     for step, numbers in plan.steps:
-        every += products_p[step.op].bind(*(every[i] for i in numbers), plan=step)
+        every += results_of(*(every[i] for i in numbers), plan=step)
     return every[len(operands) :]
 
 
 def _lower(platform: str | None, ctx: Any, *operands: Any, plan: Chain) -> Any:
-    """One call, where every step has a kernel by itself for the same chips, and none is split."""
+    """One call, where every step has a kernel by itself for the same chips, and none is split.
+
+    Otherwise the lines: a product by itself is split as its weight is, and has choices.
+    """
     target = target_of(ctx, platform)
     if not target.partitioned:
         kernels = [kernels_by_itself(step, target) for step, _ in plan.steps]
-        if None not in kernels and len({(*chips,) for chips in kernels if chips}) == 1:
+        if all(kernels) and len({(*chips,) for chips in kernels if chips}) == 1:
             steps = _wired(plan, kernels, len(operands))
             return calls.emit_steps(ctx, *operands, steps=steps, device=target.device)
-    rule: Any = mlir.lower_fun(functools.partial(in_turn, plan=plan), multiple_results=True)
+    rule: Any = mlir.lower_fun(functools.partial(in_lines, plan=plan), multiple_results=True)
     return rule(ctx, *operands)
 
 

@@ -55,10 +55,10 @@ def normed_matmul(
         y = jax_mx.einsum("...k,nk->...n", y, w, recipe="bf16")
         y = jax_mx.gated(y, activation)  # if there is one
 
-    On Hopper one kernel computes all of it for up to four rows of bfloat16, of 16384 elements at
-    most. The weight is in MXFP8 (E4M3) or MXFP4, in blocks of 32 along K, a multiple of 128; the
-    activation is "swiglu", or there is none. Elsewhere it is these lines. Its derivatives are
-    theirs. `matmul_chain` has several products one after the other.
+    On Hopper one kernel computes all of it for one to four rows of bfloat16, which have 16384
+    elements together at most. The weight is in MXFP8 (E4M3) or MXFP4, in blocks of 32 along K. K is
+    a multiple of 128. The activation is "swiglu", or there is none. Elsewhere it is these lines.
+    Its derivatives are theirs. `matmul_chain` has several products one after the other.
 
     Args:
       x: bfloat16, float16 or float32 (..., K).
@@ -111,32 +111,34 @@ def matmul_chain(
         qkv, x = jax_mx.matmul_chain(attended, steps, residual=x)
 
     A step that is a weight is a product. A step (norm, weight) or (norm, weight, activation) is
-    `normed_matmul` of what is there and the residual, and the sum is the next residual. A norm None
-    is none. It stands for these lines, and gives their bits where products are exact::
+    `normed_matmul` of what is there and the residual, and the sum is the next residual. A norm of
+    None means that the step does not norm. It stands for these lines, and gives their bits where
+    products are exact::
 
         y = jax_mx.einsum("...k,nk->...n", attended, o, recipe="bf16")
         y, x = jax_mx.normed_matmul(y, x, norm, gate_up, activation="swiglu")
         y = jax_mx.einsum("...k,nk->...n", y, down, recipe="bf16")
         qkv, x = jax_mx.normed_matmul(y, x, next_norm, w_qkv)
 
-    On Hopper one call launches the kernels of neighbouring steps, for up to four rows of bfloat16.
-    A step with a norm is one that `normed_matmul` has a kernel for; other weights are such as it
-    takes. A kernel then asks for its weight before the kernel ahead has ended. Elsewhere, and for
-    other steps, it is these lines. Its derivatives are theirs.
+    On Hopper one call launches the kernels of neighbouring steps, for one to four rows of bfloat16.
+    Neighbours join a call if `normed_matmul` has kernels for their weights and rows; an activation
+    without a norm ends the call. A kernel asks for its weight before the kernel ahead has ended.
+    Elsewhere, on meshes with automatic axes and for other steps it is these lines; `vmap` gives
+    each step a call of its own. Its derivatives are theirs.
 
     Args:
       x: bfloat16, float16 or float32 (..., K).
       steps: a list of one or more. A weight is (N, K), floats or an `MXArray` with its blocks along
         K, a norm is floats (K,), an activation is a name, see `gated`.
-      residual: of the shape and dtype of what the first step with a norm takes; None: no step has a
-        norm.
+      residual: the array that the first norm adds to its input, of that input's shape and dtype.
+        None: no step may have a norm.
       eps: see `rms_norm`.
 
     Returns:
       y (..., N) of the last step, and the last sum, or the residual where no step has a norm.
 
     Raises:
-      TypeError, ValueError: a step is none of these, or as `normed_matmul` and `einsum` do.
+      TypeError, ValueError: a step has another form, or `normed_matmul` or `einsum` refuses it.
     """
     op = "matmul_chain"
     if not isinstance(steps, list) or not steps:
@@ -267,7 +269,7 @@ def _by_kernels(
         operands += [] if step.weight is None else [step.weight]
         operands += [step.w.values[None], step.w.scales[None]]
     chain, last = chain_of(plans, has_residual=bool(norms))
-    # Without the barrier of `run_once`: where a token is decoded, no scan keeps y.
+    # Decoding keeps no y for a backward pass, so the barrier of `run_once` does not stand here.
     fixed = vary_alike(*map(jax.lax.stop_gradient, operands))
     call = chain_p.bind if len(steps) > 1 else in_turn
     every = [*fixed, *call(*fixed, plan=chain)]
