@@ -168,8 +168,8 @@ def test_a_chain_on_a_mesh():
 
     def f(args, o, gate_up, down, qkv):
         x, residual, first, second = args
-        own = [o, (first, gate_up, "swiglu"), down, (second, qkv)]
-        return jax_mx.matmul_chain(x, own, residual=residual)
+        placed_steps = [o, (first, gate_up, "swiglu"), down, (second, qkv)]
+        return jax_mx.matmul_chain(x, placed_steps, residual=residual)
 
     with jax.set_mesh(mesh):
         split = jax.jit(f)(args, *shared)
@@ -283,7 +283,7 @@ def test_one_call_launches_all_kernels_of_a_chain(monkeypatch):
 @on_hopper
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
 def test_kernels_of_a_chain_wait_for_each_other(format, monkeypatch):
-    """Many layers on each other, in CUDA graphs and out of them: bits of a call for each kernel."""
+    """Many layers on each other have the bits of a call for each kernel."""
     for lead, width, inner in (((1,), 4096, 14336), ((4,), 2048, 640), ((3,), 256, 28672)):
         (x, *rest), steps, _ = of_a_layer(lead, width, inner, format)
         run = of_many_layers(steps, 1, x, *rest)

@@ -76,18 +76,26 @@ def in_turn(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
 
 def in_lines(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
     """The same by the functions that a step stands for, which choose and split for themselves."""
-    return _walked(_lines, operands, plan)
+
+    def results_of(x: jax.Array, *args: jax.Array, plan: ProductPlan) -> list[jax.Array]:
+        *normed, codes, scales = args
+        residual, weight = normed or (None, None)
+        w = MXArray(codes[0], scales[0], plan.formats[0], -1, ROW_MAJOR)
+        y, total = lines_of(x, residual, w, weight, plan.activation, plan.eps)
+        return [y, total] if normed else [y]
+
+    return _walked(results_of, operands, plan)
 
 
-def _lines(x: Any, *args: jax.Array, plan: ProductPlan) -> list[Any]:
-    *normed, codes, scales = args
-    w = MXArray(codes[0], scales[0], plan.formats[0], -1, ROW_MAJOR)
-    total = []
-    if normed:
-        residual, weight = normed
-        x, _, *total = rms_norm(x, weight, eps=plan.eps, residual=residual)[:3]
-    y = einsum("tk,nk->tn", x, w, recipe="bf16", preferred_element_type=plan.dtype)
-    return [gated(y, plan.activation) if plan.activation else y, *total]
+def lines_of(
+    x: jax.Array, residual: Any, w: Any, weight: Any, activation: str, eps: float
+) -> tuple[jax.Array, Any]:
+    """The lines that a step stands for: y, and the sum, or the residual where nothing is normed."""
+    y: Any = x
+    if weight is not None:
+        y, _, residual, _ = rms_norm(x, weight, eps=eps, residual=residual)
+    y = einsum("...k,nk->...n", y, w, recipe="bf16")
+    return gated(y, activation) if activation else y, residual
 
 
 def _walked(results_of: Callable[..., list], operands: Sequence[Any], plan: Chain) -> list[Any]:

@@ -7,19 +7,17 @@ from typing import Any, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 
-from jax_mx.decoding.chain import chain_of, chain_p, in_turn
+from jax_mx.decoding.chain import chain_of, chain_p, in_turn, lines_of
 from jax_mx.formats.checks import array_of, is_symbolic, shown
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.sharding import is_explicit
 from jax_mx.launch.private import vary_alike
-from jax_mx.norms.rms_norm import eps_of, rms_norm
-from jax_mx.products.dot_general import einsum
+from jax_mx.norms.rms_norm import eps_of
 from jax_mx.products.kernel_plans import plan_of, strips_of
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.activations import row_of
 from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS, normed_fits
-from jax_mx.quantizing.gated import gated
 from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.quantizing.plan import ProductPlan
 
@@ -207,11 +205,8 @@ def _chained(
 
 def _in_lines(x: Any, residual: Any, steps: Sequence[_Step], eps: float) -> tuple:
     """The lines that it stands for."""
-    for w, weight, activation in steps:
-        if weight is not None:
-            x, _, residual, _ = rms_norm(x, weight, eps=eps, residual=residual)
-        x = einsum("...k,nk->...n", x, w, recipe="bf16")
-        x = gated(x, activation) if activation else x
+    for step in steps:
+        x, residual = lines_of(x, residual, *step, eps)
     return x, residual
 
 
