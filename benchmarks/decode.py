@@ -22,7 +22,7 @@ from benchmarks import program, timing
 from benchmarks.runner import Args, Case, Row, repeats
 from examples import random_llama, serve
 
-LENGTH, START, TOKENS = 512, 100, 16  # of the cache; tokens that are there; that a program makes
+LENGTH, START, TOKENS = 512, 100, 64  # of the cache; tokens that are there; that a program makes
 WAYS: Mapping[str, str] = {
     "bf16": "",
     "bf16, scan": "",

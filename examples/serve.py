@@ -28,9 +28,9 @@ product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), 
 
 
 def chain(config, x, steps, residual):
-    """`jax_mx.matmul_chain` for up to four tokens, one call; plain JAX for more, or for floats."""
+    """`jax_mx.matmul_chain` for up to 16 tokens, one call; plain JAX for more, or for floats."""
     steps = [step if isinstance(step, tuple) else (None, step) for step in steps]
-    if isinstance(steps[0][1], jax_mx.MXArray) and x.size // x.shape[-1] <= 4:
+    if isinstance(steps[0][1], jax_mx.MXArray) and x.size // x.shape[-1] <= 16:
         return jax_mx.matmul_chain(x, steps, residual=residual, eps=config["rms_norm_eps"])
     for weight, w, *activation in steps:
         if weight is not None:

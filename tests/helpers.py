@@ -124,14 +124,19 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
     return primitives.by_plan(plan, x, w, sizes)
 
 
-def normed_by_kernel(x, residual, weight, w, product, implementation, eps=0.0):
-    """[y, x + residual] of `normed_matmul`, by a kernel or by its reference."""
+def step_by_kernel(*operands, product, implementation, eps=0.0):
+    """The results of a step of a chain, by a kernel or by its reference.
+
+    Its operands are x, a residual and weights if the step norms, and an `MXArray` if it multiplies.
+    """
+    flat = []
+    for a in operands:
+        flat += [a.values[None], a.scales[None]] if isinstance(a, jax_mx.MXArray) else [a]
     options = {"implementation": implementation, "eps": eps, "activation": product.activation}
     plan = ProductPlan(
-        "normed", product.formats, jnp.dtype(jnp.bfloat16), False, product.rows, **options
+        product.op, product.formats, jnp.dtype(jnp.bfloat16), False, product.rows, **options
     )
-    bind = jax.jit(partial(primitives.products_p["normed"].bind, plan=plan))
-    return bind(x, residual, weight, w.values[None], w.scales[None])
+    return jax.jit(partial(primitives.products_p[product.op].bind, plan=plan))(*flat)
 
 
 # The sources whose floats' amaxes a kernel finds, by their words.

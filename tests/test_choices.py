@@ -30,7 +30,7 @@ from jax_mx.products.choices import Key, Measured
 from jax_mx.products.contraction import SUMS, Served, refused
 from jax_mx.products.implementations import IMPLEMENTATIONS, ProductImplementation, named
 from jax_mx.products.kernel_plans import ROWS
-from jax_mx.quantizing.facts.product_kernels import PRODUCTS
+from jax_mx.quantizing.facts.product_kernels import FEWEST, PRODUCTS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "choosing.md"
 XLA = IMPLEMENTATIONS["xla"].run
@@ -394,7 +394,7 @@ def test_each_tiling_is_a_row():
 # x (M, K) and w (K, N); the binary but for its rows, the rows that there are, and those with which
 # another binary serves calls of few rows, that of floats times codes.
 CALLS = {
-    "mxfp8": (in_recipe(jax_mx.MXFP8), 64, 96, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
+    "mxfp8": (in_recipe(jax_mx.MXFP8), 64, 4352, "matmul_mxfp8_e4m3_r{}", ROWS, ()),
     "mxfp4": (in_recipe(jax_mx.MXFP4), 64, 4352, "matmul_mxfp4_e2m1_r{}", ROWS, ()),
     "windows": (in_recipe(jax_mx.Recipe(window=256)), 512, 96,
         "matmul_fp8_mxfp8_e4m3_mxfp8_e4m3_r{}_w256", (128, ), (4, 8, 16, 64)),
@@ -437,7 +437,9 @@ def test_the_table_of_kernels_says_which_tilings_serve_a_call(operands, monkeypa
             asked = partial(explain, named, *args, **on_hopper)
             assert_refused(asked, NotImplementedError, sentence)
             continue
-        wanted = binary.format(tile) if tile in tilings else f"matmul_mxfp8_e4m3_r{tile}"
+        narrow = "_narrow" * (tile == FEWEST and operands != "groups")
+        of_few = f"matmul_mxfp8_e4m3_r{tile}{narrow}"
+        wanted = binary.format(tile) if tile in tilings else of_few
         support = IMPLEMENTATIONS[name].support(call_of(f, *args), ["sm_90"])
         assert str(support) == f"{name}: {wanted}"
         (call,) = explain(named, *args, **on_hopper).calls

@@ -27,9 +27,9 @@ from helpers import (
     assert_bits_equal,
     by_kernel,
     call_attributes_in,
-    normed_by_kernel,
     poison_memory,
     stand_in,
+    step_by_kernel,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -340,8 +340,8 @@ def test_every_product_has_its_launch_rule():
     from jax_mx.products.cutedsl import matmul, matmul_fp8, products, wgrad, wgrad_fp8
 
     modules = {"matmul": matmul, "matmul_fp8": matmul_fp8, "wgrad_fp8": wgrad_fp8, "wgrad": wgrad}
-    ours = (p for p in PRODUCTS if p.implementation == "cutedsl" and p.op in modules)
-    for product in ours:
+    ours = [p for p in PRODUCTS if p.implementation == "cutedsl" and p.op in modules]
+    for product in [p for p in ours if not p.activation]:  # only chains call these
         entries = modules[product.op].entries(product, "sm_90a")
         usage = {
             f"{product.name}_{i}": {"threads": (e.threads, 1, 1)} for i, e in enumerate(entries)
@@ -432,6 +432,9 @@ def test_kernels_are_exact(variant):
     if variant.free:
         free_kernels_are_exact(rng, format, variant.rows)
         return
+    if variant.activation:
+        active_kernels_are_exact(rng, variant)
+        return
     exact = on_cuda(tile=variant.rows, narrow=variant.narrow)
     for m, n, k in SHAPES:
         exact(floats(rng, (m, k)), integers(rng, (n, k), format))
@@ -479,6 +482,7 @@ def few_rows_are_exact(rng, format, narrow):
 def test_normed_kernels_are_exact(variant):
     """Rows of one magnitude have factors that are powers of two, so that products are exact."""
     rng, (format,), rows = np.random.default_rng(5), variant.formats, variant.rows
+    step = functools.partial(step_by_kernel, product=variant)
     shapes = [(1, 6144, 4096), (3, 2200, 128), (rows, 2202, 4096), (1, 4098, 4096 * rows)]
     # Rows of some fill shared memory, which has room for no others.
     full = [(2, 40, 8192), (3, 34, 5376), (1, 2, 16384)]
@@ -488,7 +492,7 @@ def test_normed_kernels_are_exact(variant):
         weight = floats(rng, k)
         poison_memory()
         ways = [
-            normed_by_kernel(x, jnp.asarray(signs, x.dtype) - x, weight, w, variant, implementation)
+            step(x, jnp.asarray(signs, x.dtype) - x, weight, w, implementation=implementation)
             for implementation in ("cutedsl", "xla")
         ]
         for got, want in zip(*ways, strict=True):
@@ -497,11 +501,39 @@ def test_normed_kernels_are_exact(variant):
     x = x.at[0, 1, 5].set(jnp.nan).at[1, 2, 7].set(jnp.inf).at[0, 3].set(1e-40)
     w = changed(integers(rng, (96, 640), format), scales=[((5, 3), 255)])
     weight = floats(rng, 640)
-    ways = [normed_by_kernel(*x, weight, w, variant, way, 1e-5) for way in ("cutedsl", "xla")]
+    ways = [step(*x, weight, w, implementation=way, eps=1e-5) for way in ("cutedsl", "xla")]
     (y, total), (want, sums) = ways
     assert_bits_equal(total, sums)
     y, want = (np.asarray(a.astype(jnp.float32)) for a in (y, want))
     np.testing.assert_allclose(y, want, rtol=0.02, atol=0.01 * np.nanstd(want))
+
+
+@on_hopper
+@of("rms_norm")
+def test_norms_of_sums_have_their_bits(variant):
+    """Rows that fill registers, fewer and more; numbers that are none, infinite and subnormal."""
+    rng, step = np.random.default_rng(6), functools.partial(step_by_kernel, product=variant)
+    for m, k in ((1, 8), (3, 264), (8, 4096), (16, 8192), (5, 8200), (2, 20008), (300, 640)):
+        x, residual = (rng.normal(size=(m, k)).astype(np.float32) for _ in range(2))
+        x[0, k // 2], x[-1, 3] = 1e-40, np.inf if m > 1 else 2.0**-70
+        residual[m // 2, 1] = np.nan if m > 2 else -3.0
+        weight = jnp.asarray(rng.normal(size=k), jnp.bfloat16)
+        args = jnp.asarray(x, jnp.bfloat16), jnp.asarray(residual, jnp.bfloat16), weight
+        poison_memory()
+        ways = [step(*args, implementation=way, eps=1e-5) for way in ("cutedsl", "xla")]
+        for got, want in zip(*ways, strict=True):
+            assert_bits_equal(got, want, f"{m} x {k}")
+
+
+def active_kernels_are_exact(rng, variant):
+    """Where a product's halves are gates and ups."""
+    (format,), rows = variant.formats, variant.rows
+    step = functools.partial(step_by_kernel, product=variant)
+    for m, n, k in ((1, 2, 64), (rows, 28672, 4096), (rows - 3, 198, 640), (rows + 2, 66, 14336)):
+        x, w = floats(rng, (m, k)), integers(rng, (n, k), format)
+        poison_memory()
+        ways = [step(x, w, implementation=way) for way in ("cutedsl", "xla")]
+        assert_bits_equal(ways[0][0], ways[1][0], f"{m} x {n} x {k}")
 
 
 def free_kernels_are_exact(rng, format, tile):

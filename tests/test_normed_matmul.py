@@ -17,14 +17,16 @@ from jax.sharding import PartitionSpec as P
 
 import jax_mx
 from jax_mx.decoding import chain, matmul_chain
-from jax_mx.launch import store
+from jax_mx.launch import _ffi, store
+from jax_mx.quantizing.facts.product_kernels import DIRECT
 
 SHAPES = [  # x, N, whether kernels may serve it
     ((1, 256), 96, True),
     ((2, 2, 128), 64, True),
     ((384,), 10, True),
-    ((9, 256), 32, False),
-    ((2, 96), 32, False),
+    ((9, 256), 32, True),
+    ((2, 96), 32, True),
+    ((17, 256), 32, False),
 ]
 
 
@@ -49,7 +51,8 @@ def operands(shape, n, format="mxfp8_e4m3"):
 def test_it_is_the_lines_that_it_stands_for(shape, n, served):
     args, w = operands(shape, n, "mxfp4_e2m1" if n == 64 else "mxfp8_e4m3")
     f = function(w)
-    assert ("mx_normed" in str(jax.make_jaxpr(f)(*args))) == served
+    text = str(jax.make_jaxpr(f)(*args))
+    assert ("mx_normed" in text or "mx_chain" in text) == served
     want = lines(*args, w)
     for got, its in zip(jax.jit(f)(*args), want, strict=True):
         assert_bits_equal(got, its)
@@ -125,11 +128,11 @@ def chained(steps):
     return lambda x, residual, *norms: jax_mx.matmul_chain(x, steps(*norms), residual=residual)
 
 
-@pytest.mark.parametrize("lead", [(), (1,), (2, 2), (5,)])
+@pytest.mark.parametrize("lead", [(), (1,), (2, 2), (5,), (17,)])
 def test_a_chain_is_the_lines_that_it_stands_for(lead):
     args, steps, lines = of_a_layer(lead)
     f = chained(steps)
-    assert ("mx_chain" in str(jax.make_jaxpr(f)(*args))) == (lead != (5,))
+    assert ("mx_chain" in str(jax.make_jaxpr(f)(*args))) == (lead != (17,))
     for got, want in zip(jax.jit(f)(*args), jax.jit(lines)(*args), strict=True):
         assert_bits_equal(got, want)
 
@@ -144,8 +147,9 @@ def test_a_chain_is_the_lines_that_it_stands_for(lead):
         assert_bits_equal(got, want)
 
 
-def test_a_chain_under_vmap():
-    args, steps, lines = of_a_layer((3, 2))
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_chain_under_vmap(rows):
+    args, steps, lines = of_a_layer((3, rows))
     for dims in ((0, 0, None, None), (1, None, None, None)):
         one = args[1] if dims[1] == 0 else args[1][0, :1].repeat(3, 0)
         here = (args[0], one, *args[2:])
@@ -257,12 +261,8 @@ def test_one_call_launches_all_kernels_of_a_chain(monkeypatch):
     monkeypatch.setattr(store, "obstacle", lambda *_: "")
     monkeypatch.setenv("JAX_MX_ARCHS", "sm_90a")
     args, steps, _ = of_a_layer()
-    traced = jax.jit(chained(steps)).trace(*args)
-    line = call_attributes_in(traced.lower(lowering_platforms=("cuda",)).as_text())
-    wires = re.findall(r"(operands|results) = dense<\[?([-\d, ]+)\]?>", line)
-    numbers = [(name, [int(n) for n in text.split(",")]) for name, text in wires]
-    # x, the residual; o; a norm and gates; down; a norm and q, k, v. 12 operands, 6 results.
-    assert numbers == [
+    assert wires_of(steps, *args)[0] == [
+        # x, the residual; o; a norm and gates; down; a norm and q, k, v. 12 operands, 6 results.
         ("operands", [0, 2, 3, -1, -1, -1, -1]),
         ("results", [12]),
         ("operands", [12, 1, 4, 5, 6]),
@@ -272,33 +272,58 @@ def test_one_call_launches_all_kernels_of_a_chain(monkeypatch):
         ("operands", [15, 14, 9, 10, 11]),
         ("results", [16, 17]),
     ]
+    more, its_steps, _ = of_a_layer((8,))
+    assert wires_of(its_steps, *more)[0][2:8] == [  # more rows have a kernel that norms
+        ("operands", [12, 1, 4]),
+        ("results", [13, 14]),
+        ("operands", [13, 5, 6, -1, -1, -1, -1]),
+        ("results", [15]),
+        ("operands", [15, 7, 8, -1, -1, -1, -1]),
+        ("results", [16]),
+    ]
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
     x, *rest = (jax.device_put(a, NamedSharding(mesh, P())) for a in args)
     with jax.set_mesh(mesh):  # each product is split as its weight is
         traced = jax.jit(chained(steps)).trace(x, *rest)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "steps = {" in line and "steps = {" not in text
+    assert "steps = {" in wires_of(steps, *args)[1] and "steps = {" not in text
+
+
+def wires_of(steps, *args):
+    """The numbers of operands and results of each launch of a chain's call; the call's line."""
+    traced = jax.jit(chained(steps)).trace(*args)
+    line = call_attributes_in(traced.lower(lowering_platforms=("cuda",)).as_text())
+    wires = re.findall(r"(operands|results) = dense<\[?([-\d, ]+)\]?>", line)
+    return [(name, [int(n) for n in text.split(",")]) for name, text in wires], line
 
 
 @on_hopper
 @pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp4_e2m1"])
 def test_kernels_of_a_chain_wait_for_each_other(format, monkeypatch):
     """Many layers on each other have the bits of a call for each kernel."""
-    for lead, width, inner in (((1,), 4096, 14336), ((4,), 2048, 640), ((3,), 256, 28672)):
+    few = ((1,), 4096, 14336), ((4,), 2048, 640), ((3,), 256, 28672)
+    for lead, width, inner in (*few, ((8,), 4096, 14336), ((5,), 2048, 640), ((11,), 256, 28672)):
         (x, *rest), steps, _ = of_a_layer(lead, width, inner, format)
+        captured = _ffi.counters()["captured"]
         run = of_many_layers(steps, 1, x, *rest)
         with monkeypatch.context() as patch:
             patch.setattr(matmul_chain.chain_p, "bind", chain.in_turn)
-            want = of_many_layers(steps, 4, x, *rest)(x, *rest)
+            count = 4 if lead[0] <= DIRECT else 6
+            want = of_many_layers(steps, count, x, *rest)(x, *rest)
         for _ in range(5):
             poison_memory()
             for got, its in zip(run(x, *rest), want, strict=True):
                 assert_bits_equal(got, its)
                 assert np.isfinite(np.asarray(got, np.float32)).all()
+        assert _ffi.counters()["captured"] > captured  # in CUDA graphs
 
 
 def of_many_layers(steps, calls, *args):
-    """A compiled program of many layers, each of which has so many calls of kernels."""
+    """A compiled program of many layers, each of which has so many calls of kernels.
+
+    So many layers are written one after the other that XLA records them in CUDA graphs.
+    """
+    at_once = 8
 
     def layers(x, residual, *norms):
         def layer(now, _):
@@ -306,8 +331,8 @@ def of_many_layers(steps, calls, *args):
             y = jnp.tanh(jnp.pad(y, ((0, 0), (0, 32))))
             return (y, jnp.tanh(total)), None
 
-        return jax.lax.scan(layer, (x, residual), None, length=40)[0]
+        return jax.lax.scan(layer, (x, residual), None, length=40, unroll=at_once)[0]
 
     run = jax.jit(layers).lower(*args).compile()
-    assert run.as_text().count(f'"{store.TARGET}"') == calls
+    assert run.as_text().count(f'"{store.TARGET}"') == calls * at_once
     return run

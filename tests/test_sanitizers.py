@@ -22,9 +22,9 @@ from helpers import (
     bytes_of,
     fitting,
     in_tiles,
-    normed_by_kernel,
     op_of,
     random_bits,
+    step_by_kernel,
 )
 
 import jax_mx
@@ -280,11 +280,12 @@ def run_product(product) -> None:
             args = x, dy, np.array([140, 0, 150], np.int32)
         elif product.op == "wgrad_fp8":
             args = codes(140, k), codes(n, k), np.array([2 * windows, 0, windows], np.int32)
-        elif product.op == "normed":
+        elif product.op in ("normed", "rms_norm") or product.activation:
             wide = 5376  # of which so many rows fill shared memory
-            x = rng.integers(-2, 3, (product.rows - 1, wide)).astype(jnp.bfloat16)
-            args = x, 4 - x, np.ones(wide, jnp.bfloat16), codes(n, wide)
-            op = partial(normed_by_kernel, product=product)
+            x = rng.integers(-2, 3, (max(product.rows - 1, 1), wide)).astype(jnp.bfloat16)
+            norm = [] if product.op == "matmul" else [4 - x, np.ones(wide, jnp.bfloat16)]
+            args = (x, *norm, *(codes(n, wide) for _ in product.formats))
+            op = partial(step_by_kernel, product=product)
         elif product.op == "matmul_fp8":
             args = codes(300, k), codes(groups, n, k), np.array([140, 0, 150], np.int32)
         else:

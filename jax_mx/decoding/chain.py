@@ -78,6 +78,9 @@ def in_lines(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
     """The same by the functions that a step stands for, which choose and split for themselves."""
 
     def results_of(x: jax.Array, *args: jax.Array, plan: ProductPlan) -> list[jax.Array]:
+        if plan.op == "rms_norm":
+            residual, weight = args
+            return [*normed_sum(x, residual, weight, plan.eps)]
         *normed, codes, scales = args
         residual, weight = normed or (None, None)
         w = MXArray(codes[0], scales[0], plan.formats[0], -1, ROW_MAJOR)
@@ -93,9 +96,16 @@ def lines_of(
     """The lines that a step stands for: y, and the sum, or the residual where nothing is normed."""
     y: Any = x
     if weight is not None:
-        y, _, residual, _ = rms_norm(x, weight, eps=eps, residual=residual)
+        y, residual = normed_sum(x, residual, weight, eps)
     y = einsum("...k,nk->...n", y, w, recipe="bf16")
     return gated(y, activation) if activation else y, residual
+
+
+def normed_sum(x: jax.Array, residual: Any, weight: Any, eps: float) -> tuple[jax.Array, jax.Array]:
+    """The norm of a sum, and the sum."""
+    y, _, total, _ = rms_norm(x, weight, eps=eps, residual=residual)
+    assert y is not None and total is not None
+    return y, total
 
 
 def _walked(results_of: Callable[..., list], operands: Sequence[Any], plan: Chain) -> list[Any]:

@@ -1,5 +1,7 @@
 """`normed_matmul` and `matmul_chain`: what a layer computes where a few tokens are decoded."""
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
@@ -17,13 +19,18 @@ from jax_mx.products.kernel_plans import plan_of, strips_of
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.quantizing import derivatives
 from jax_mx.quantizing.activations import row_of
-from jax_mx.quantizing.facts.product_kernels import DIRECT, PRODUCTS, normed_fits
+from jax_mx.quantizing.facts.product_kernels import (
+    DIRECT,
+    FEWEST,
+    NORMED_UNIT,
+    PRODUCTS,
+    normed_fits,
+)
 from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.quantizing.plan import ProductPlan
 
-# The formats of weights that kernels take, and the activations behind a norm and a product.
-_FORMATS = {p.formats[0] for p in PRODUCTS if p.op == "normed"}
-_ACTIVATIONS = {p.activation for p in PRODUCTS if p.op == "normed"}
+_MOST = 16  # rows: the kernels of more ask for no weight before the kernel ahead has ended
+_FORMATS = {p.formats[0] for p in PRODUCTS if p.op == "matmul"}
 
 
 class _Step(NamedTuple):
@@ -53,10 +60,12 @@ def normed_matmul(
         y = jax_mx.einsum("...k,nk->...n", y, w, recipe="bf16")
         y = jax_mx.gated(y, activation)  # if there is one
 
-    On Hopper one kernel computes all of it for one to four rows of bfloat16, which have 16384
-    elements together at most. The weight is in MXFP8 (E4M3) or MXFP4, in blocks of 32 along K. K is
-    a multiple of 128. The activation is "swiglu", or there is none. Elsewhere it is these lines.
-    Its derivatives are theirs. `matmul_chain` has several products one after the other.
+    On Hopper one call computes all of it for 1 to 16 rows of bfloat16 and a weight with blocks of
+    32 along K. It launches one kernel for up to four rows of together 16384 elements at most, where
+    the weight is in MXFP8 (E4M3) or MXFP4 and K is a multiple of 128. For others it launches a norm
+    and a product. An activation of the call is "swiglu", for weights in these two formats and such
+    K. Elsewhere it is these lines. Its derivatives are theirs. `matmul_chain` has several products
+    one after the other.
 
     Args:
       x: bfloat16, float16 or float32 (..., K).
@@ -118,11 +127,11 @@ def matmul_chain(
         y = jax_mx.einsum("...k,nk->...n", y, down, recipe="bf16")
         qkv, x = jax_mx.normed_matmul(y, x, next_norm, w_qkv)
 
-    On Hopper one call launches the kernels of neighbouring steps, for one to four rows of bfloat16.
-    Neighbours join a call if `normed_matmul` has kernels for their weights and rows; an activation
-    without a norm ends the call. A kernel asks for its weight before the kernel ahead has ended.
-    Elsewhere, on meshes with automatic axes and for other steps it is these lines; `vmap` gives
-    each step a call of its own. Its derivatives are theirs.
+    On Hopper one call launches the kernels of neighbouring steps, for 1 to 16 rows of bfloat16.
+    Neighbours join a call if `normed_matmul` has kernels for their weights and rows. A kernel asks
+    for its weight before the kernel ahead has ended. Elsewhere, on meshes with automatic axes and
+    for other steps it is these lines; `vmap` gives each step a call of its own. Its derivatives are
+    theirs.
 
     Args:
       x: bfloat16, float16 or float32 (..., K).
@@ -191,7 +200,8 @@ def _chained(
             plans = _plans_of(x, residual, steps[done:], eps)
             now = steps[done : done + max(len(plans), 1)]
             if len(plans) > 1 or (plans and now[0].weight is not None):
-                x, residual = _by_kernels(x, residual, now, eps, plans)
+                every = [*itertools.chain(*plans)]
+                x, residual = _by_kernels(x, residual, now, eps, every)
             else:  # a product by itself has choices of its own
                 now = now[:1]
                 x, residual = _in_lines(x, residual, now, eps)
@@ -210,29 +220,47 @@ def _in_lines(x: Any, residual: Any, steps: Sequence[_Step], eps: float) -> tupl
     return x, residual
 
 
-def _plans_of(x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float) -> list[ProductPlan]:
-    """A plan for each of the first steps that kernels may serve, of what the one before gives."""
+def _plans_of(
+    x: jax.Array, residual: Any, steps: Sequence[_Step], eps: float
+) -> list[list[ProductPlan]]:
+    """The plans of each of the first steps that kernels may serve, of what the one before gives."""
     if not x.ndim or any(map(is_symbolic, x.shape)) or 0 in x.shape or not _is_plain(x):
         return []
     lead, length, plans = x.shape[:-1], x.shape[-1], []
     rows = math.prod(lead)
-    for w, weight, activation in steps:
-        if rows > DIRECT or not _is_served(w, length) or activation not in _ACTIVATIONS:
+    for step in steps:
+        w, weight, activation = step
+        if rows > _MOST or not _is_served(w, length):
             break
-        if weight is None:
-            if activation:
-                break
-            plans.append(plan_of((w.format,), x.dtype, rows, strips=strips_of(1, w.shape[0])))
-        else:
+        if weight is not None:
             fits = weight.shape == (length,) and residual.shape == (*lead, length)
-            if not (fits and normed_fits(rows, length) and _is_plain(weight, residual)):
+            if not (fits and _is_plain(weight, residual)):
                 break
-            if activation and w.shape[0] % 2:
-                break
-            options: dict[str, Any] = {"eps": eps, "activation": activation}
-            plans.append(ProductPlan("normed", (w.format,), x.dtype, False, DIRECT, **options))
+        if activation and (w.shape[0] % 2 or length % NORMED_UNIT):
+            break
+        every = _plans_of_step(step, rows, length, x.dtype, eps)
+        if not all(plan.product("cutedsl") in PRODUCTS for plan in every):
+            break
+        plans.append(every)
         length = w.shape[0] // (2 if activation else 1)
     return plans
+
+
+def _plans_of_step(
+    step: _Step, rows: int, length: int, dtype: Any, eps: float
+) -> list[ProductPlan]:
+    """The plans of a step, whose kernels may not exist: one of all, or a norm and a product."""
+    (format, columns), activation = (step.w.format, step.w.shape[0]), step.activation
+    normed = ProductPlan("normed", (format,), dtype, False, DIRECT, eps=eps, activation=activation)
+    is_one = normed_fits(rows, length) and normed.product("cutedsl") in PRODUCTS
+    if step.weight is not None and is_one:
+        return [normed]
+    plan = plan_of((format,), dtype, rows, strips=strips_of(1, columns))
+    if activation:
+        least = max(plan.rows, FEWEST)  # fewer rows have no such kernel
+        plan = dataclasses.replace(plan, rows=least, narrow=False, activation=activation)
+    norm = ProductPlan("rms_norm", (), dtype, False, 1, eps=eps)
+    return [plan] if step.weight is None else [norm, plan]
 
 
 def _is_plain(*arrays: jax.Array) -> bool:
@@ -266,7 +294,7 @@ def _by_kernels(
     chain, last = chain_of(plans, has_residual=bool(norms))
     # Decoding keeps no y for a backward pass, so the barrier of `run_once` does not stand here.
     fixed = vary_alike(*map(jax.lax.stop_gradient, operands))
-    call = chain_p.bind if len(steps) > 1 else in_turn
+    call = chain_p.bind if len(plans) > 1 else in_turn
     every = [*fixed, *call(*fixed, plan=chain)]
     names = ("x", "residual")[: len(floats)]
     outs = [every[last[name]].reshape(*x.shape[:-1], -1) for name in names]

@@ -91,7 +91,7 @@ def plan_of(
     plan = ProductPlan(op, formats, dtype, grouped, tile, *options, fast=fast)
     slim = dataclasses.replace(plan, narrow=True)
     if narrow is None:
-        narrow = strips <= _NARROW and slim.product("cutedsl") in PRODUCTS
+        narrow = strips <= _NARROW and not grouped and slim.product("cutedsl") in PRODUCTS
     return slim if narrow else plan
 
 

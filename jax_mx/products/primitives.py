@@ -39,7 +39,15 @@ def matmul(x: jax.Array, codes: jax.Array, scales: jax.Array, *sizes, plan: Any)
     length = w.shape[-1]
     wide = length + plan.free * (-length % UNIT)
     parts = x.astype(jnp.float32).reshape(x.shape[0], x.shape[1] // wide, wide)
-    return [_product(parts.sum(1)[:, :length], w, *sizes).astype(plan.dtype)]
+    y = _product(parts.sum(1)[:, :length], w, *sizes).astype(plan.dtype)
+    return [_active(y, plan.activation) if plan.activation else y]
+
+
+def _active(y: jax.Array, activation: str) -> jax.Array:
+    """The activation of a product's halves, after the product was rounded to bfloat16."""
+    # Without it XLA leaves out the rounding.
+    y = jax.lax.reduce_precision(y.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+    return gated(jnp.split(y.astype(jnp.bfloat16), 2, -1), None, activation)
 
 
 def matmul_fp8(x_codes, x_scales, codes, scales, *sizes, plan: Any) -> list:
@@ -117,6 +125,7 @@ def _product_avals(*operands, plan: ProductPlan):
     """The abstract value of y (T, N)."""
     codes, scales = (operands[plan.signature.number(name)] for name in ("codes", "scales"))
     columns = scales.shape[2] * BLOCK if plan.free else codes.shape[1]
+    columns //= 2 if plan.activation else 1
     shape = (operands[0].shape[0], columns)
     return [unsplit(f"mx_{plan.op}", operands, shape, plan.dtype)]
 
@@ -130,28 +139,34 @@ def _normed_avals(*operands, plan: ProductPlan):
 
 def _normed_reference(x, residual, weight, codes, scales, *, plan: ProductPlan):
     """In steps: the product may have a kernel."""
-    total = norms.added(x, residual)
-    floats, _ = norms.rms_norm(total, weight, plan.eps)
+    floats, total = _rms_norm_reference(x, residual, weight, plan=plan)
     rows = DIRECT if x.shape[0] <= DIRECT else FEWEST
     alone = dataclasses.replace(plan, op="matmul", rows=rows, eps=0.0, activation="")
     y = product([floats, codes, scales], alone)
-    if plan.activation:
-        # Without it XLA leaves out that the product is rounded before the activation.
-        y = jax.lax.reduce_precision(y.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
-        y = gated(jnp.split(y.astype(plan.dtype), 2, -1), None, plan.activation)
+    y = _active(y, plan.activation) if plan.activation else y
     return [y, total]
 
 
-def _batch_normed(primitive: Primitive, args, dims, *, plan: ProductPlan):
-    """Entries of the batch become rows, where these are few and have one weight."""
+def _batch_rows(primitive: Primitive, args, dims, *, plan: ProductPlan):
+    """Entries of the batch become rows of x and of the residual, where all else is the same."""
     if any(d is not None for d in dims[2:]):
         return _batch_each(primitive, args, dims, plan=plan)
     args = batched(args, dims, range(2, len(args)))
     size, rows, length = args[0].shape
     flat = [*(a.reshape(size * rows, length) for a in args[:2]), *args[2:]]
-    bind = primitive.bind if normed_fits(size * rows, length) else _normed_reference
-    outs = bind(*flat, plan=plan)
+    fits = plan.op != "normed" or normed_fits(size * rows, length)
+    outs = (primitive.bind if fits else _normed_reference)(*flat, plan=plan)
     return [a.reshape(size, rows, a.shape[-1]) for a in outs], [0, 0]
+
+
+def _rms_norm_avals(*operands, plan: ProductPlan):
+    """The abstract values of y (T, K) and of the sum."""
+    return [unsplit("mx_rms_norm", operands, operands[0].shape, plan.dtype) for _ in "ys"]
+
+
+def _rms_norm_reference(x, residual, weight, *, plan: ProductPlan):
+    total = norms.added(x, residual)
+    return [norms.rms_norm(total, weight, plan.eps)[0], total]
 
 
 def _wgrad_avals(*operands, plan: ProductPlan):
@@ -207,7 +222,8 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
 
 OPS = {
     "matmul": Op(_product_avals, matmul, _batch_product),
-    "normed": Op(_normed_avals, _normed_reference, _batch_normed),
+    "normed": Op(_normed_avals, _normed_reference, _batch_rows),
+    "rms_norm": Op(_rms_norm_avals, _rms_norm_reference, _batch_rows),
     "matmul_fp8": Op(_product_avals, matmul_fp8, _batch_product),
     "wgrad_fp8": Op(_wgrad_avals, wgrad_fp8, _batch_each),
     "wgrad": Op(_floats_wgrad_avals, wgrad, _batch_floats_wgrad),

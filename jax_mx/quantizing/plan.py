@@ -249,7 +249,8 @@ class ProductPlan:
 
     Attributes:
       op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K;
-        "wgrad", the same of floats; or "amaxes", of x alone.
+        "wgrad", the same of floats; "normed", see `ProductKernel`, or "rms_norm", its norm alone;
+        or "amaxes", of x alone.
       formats: of the quantized operands, x's before W's.
       dtype: of y.
       grouped: whether the call has sizes of groups; without, all groups have as many rows.
@@ -264,7 +265,7 @@ class ProductPlan:
       parts: of these floats' rows, each of which has amaxes of columns of its own; of "matmul_fp8"
         the parts of the contracted axis that codes of W lie in, one behind the other.
       fast: see `ProductKernel`.
-      eps: of "normed".
+      eps: of a norm.
       narrow: see `facts.product_kernels.ProductKernel`; so is `activation`.
     """
 
@@ -314,7 +315,7 @@ class ProductPlan:
     @property
     def scalars(self) -> dict[str, int]:
         """The numbers that a kernel may ask for by name."""
-        if self.op == "normed":
+        if self.op in ("normed", "rms_norm"):
             return {"eps": int(np.float32(self.eps).view(np.int32))}
         return {"tiled": sum(is_tiled << i for i, is_tiled in enumerate(self.tiled))}
 

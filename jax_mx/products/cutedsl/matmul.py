@@ -22,6 +22,8 @@ def entries(product: ProductKernel, arch: str, tile=None) -> list[ProductEntry]:
         entry_class = Few if product.formats[0].codes_per_byte == 1 else Nibbles
         tile = tile or Rings(**plain.tuned("Few"))
         kinds = ["one"] * (tile.split > 1) + ["groups", "any"]
+        if product.activation:  # of the calls that chains make: no groups, whole blocks
+            return [entry_class(product, arch, kinds[0], tile)]
     else:
         entry_class = Free if product.free else Warps
         tile = tile or CodeStages(**plain.tuned("Warps"))

@@ -14,8 +14,12 @@ times its scale: so W's elements need no multiplication by it. `Nibbles` is for 
 whose elements need a multiplication anyway. It multiplies by the scale, too, and so a lane may have
 16 bytes, a block of its own.
 
-Waiting: a warp waits for its own copies (they end); all warps of a thread block, or of a cluster
-that shares tiles, meet twice a tile, and all of them take the same tiles.
+A launch may start before the one ahead of it in the same call has ended, which writes x. It asks
+for its first stages, then it waits for that. With an activation a tile has as many rows of gates as
+of ups.
+
+Waiting: a warp waits for its own copies (they end); all warps of a thread block meet twice a tile,
+or once and then all of the cluster that shares it, and all of them take the same tiles.
 """
 
 import dataclasses
@@ -28,7 +32,7 @@ from jax_mx.launch.rule import Extent, Factor
 from jax_mx.products.cutedsl.products import NO_ADDRESS, ProductEntry, load_shared, vector
 from jax_mx.quantizing.facts.product_kernels import ProductKernel
 from jax_mx.quantizing.facts.signatures import EPILOGUE, Array
-from jax_mx.quantizing.kernels.cutedsl import convert
+from jax_mx.quantizing.kernels.cutedsl import activations, convert
 from jax_mx.quantizing.kernels.cutedsl.kernel import mapped, two_of_block
 
 LINE = 64  # bytes of a row of W in a stage
@@ -100,11 +104,6 @@ def in_order_of_e2m1(pairs: list) -> list:
     ]
 
 
-def word_of_block(address: Int32) -> Int32:
-    """An integer at an address that `mapped` gives."""
-    return convert.ptx("ld.shared::cluster.b32 {$w0}, [{$r0}];", Int32, Int32(address))
-
-
 def factors_of(pair: Uint32) -> Uint32:
     """Two scales' bytes as two bfloat16: powers of two, NaN of 255; 2^-127 is subnormal."""
     code = (
@@ -141,12 +140,14 @@ class Few(ProductEntry):
     """See above; of the cases "one", "groups" and "any" of `matmul_many.Warps`."""
 
     columns = 64  # rows of W
+    early_start = True
     of_scales = 4  # bytes that two blocks' scales take in shared memory
 
     def __init__(self, product: ProductKernel, arch: str, case: str, tile: Rings | None = None):
         super().__init__(product, arch)
         (self.format,) = product.formats
-        self.rows = product.rows
+        self.rows, self.activation = product.rows, product.activation
+        self.halves_of_w = 2 if self.activation else 1  # of gates and of ups
         tile = tile or Rings(**self.tuned("Few"))
         self.stages, self.ahead = tile.stages, tile.ahead
         self.resident, self.warps = tile.resident, tile.warps
@@ -165,9 +166,9 @@ class Few(ProductEntry):
         self.halves = self.blocks // 2  # words of a row's scales of a stage
         self.scales_at = self.warps * self.stages * self.ring
         self.scales_bytes = self.columns * self.halves * self.of_scales  # of a stage
-        self.turn_at = self.scales_at + self.warps * self.stages * self.scales_bytes
-        self.kept_at = self.turn_at + 16
-        self.shared = self.kept_at + self.warps * 48
+        self.kept_at = self.scales_at + self.warps * self.stages * self.scales_bytes
+        self.met_at = self.kept_at + self.warps * 48
+        self.shared = self.met_at + 8 * self.rows * self.columns * (self.split > 1)
         self.elements_per_thread = self.rows * self.columns // self.threads
         if self.pairs:
             self.divide = (Factor(Extent(self.signature.number("scales"), 2), 2),)
@@ -235,16 +236,18 @@ class Few(ProductEntry):
         held = cute.make_rmem_tensor((self.halves, 2), Uint32)  # scales on their way
         held.fill(0)
         slot = Int32(0)  # that is filled next
+        cute.arch.griddepcontrol_launch_dependents()
         for _ in range_constexpr(self.stages - 1):
             ahead, ahead_stage, ahead_n0, slot = self.fetch(
                 w, s, sizes, ring, scales, held, kept, ahead, ahead_stage, ahead_n0, slot, first,
                 end, turns, steps, t, groups, width, blocks, across, lane,
             )  # fmt: skip
+        cute.arch.griddepcontrol_wait()  # for x
         right = cute.make_rmem_tensor((4, self.blocks, self.wide), Uint32)
         following = cute.make_rmem_tensor((4, self.blocks, self.wide), Uint32)
         acc = cute.make_rmem_tensor((4, self.wide, 4), Float32)
         begin = cutlass.min(first, total - 1)  # a warp without a stage may read another's
-        row, stop = Int32(0), Int32(0)
+        row, stop, turn = Int32(0), Int32(0), Int32(0)
         if exists:
             row, stop, _ = self.place(index, at, across)
             if const_expr(self.ahead):
@@ -279,8 +282,8 @@ class Few(ProductEntry):
             # A 0 that the compiler does not know: else addresses are computed before the loop, for
             # which 16 rows leave no registers.
             zero = apart >> 31 if const_expr(self.wide > 1) else Int32(0)
-            self.lay_down(acc, ring + slot * self.ring, base + self.turn_at, slot, tid + zero)
-            self.meet(parts)
+            self.lay_down(acc, ring + slot * self.ring, tid + zero)
+            cute.arch.sync_threads()
             here = self.recalled(kept)
             _, _, n0 = self.place(index, here, across)
             tile = (row, stop, n0, here[0])
@@ -294,8 +297,13 @@ class Few(ProductEntry):
                 if const_expr(self.ahead):
                     self.load_x(x, following, row, stop, begin, steps, wide, blocks, lane)
             rank = self.rank(bid, parts)
-            self.gather(base, slot, epilogue, y, tile, width, result, parts, rank, tid + zero)
-            self.part(parts)  # before these stages are asked for
+            to: cutlass.Constexpr = (y, epilogue, width, result)
+            self.gather(base, slot, turn, to, tile, parts, rank, tid + zero)
+            turn ^= 1
+        if const_expr(self.split > 1):
+            if parts > 1:  # no thread block ends while another one reads its sums
+                cute.arch.cluster_arrive_relaxed()
+                cute.arch.cluster_wait()
         # Rows that no group has are there only where every thread block has tiles of its own.
         index, _, _, apart = self.recalled(kept + 32)
         row = self.recalled(kept)[2]
@@ -336,11 +344,11 @@ class Few(ProductEntry):
             matrix = Int64(e) * width
             start = w.toint() + matrix * line + byte
             for c in range_constexpr(8):
-                row = cutlass.min(n0 + 8 * c + g, width - 1)
+                row = self.row_of(n0, 8 * (c % 4) + g, c // 4, width)
                 copy_16(to + c * (8 * LINE), start + Int64(row) * Int64(line), size)
             start = s.toint() + matrix * blocks
             for r in range_constexpr(2):
-                row = cutlass.min(n0 + lane + 32 * r, width - 1)
+                row = self.row_of(n0, lane, r, width)
                 of_row = start + Int64(row) * Int64(blocks)
                 self.scales_of(of_row, column * self.blocks, blocks, held[None, r])
         if e < groups:
@@ -356,6 +364,16 @@ class Few(ProductEntry):
                 _, _, n0 = self.place(index, at, across)
         cute.arch.cp_async_commit_group()
         return e, stage, n0, self.next(slot)
+
+    def row_of(self, n0: Int32, n: Int32, half: int, width: Int32):
+        """The row of W that is row n of a half of a tile; beyond the last one the last.
+
+        With an activation the first half has gates, the second one their ups.
+        """
+        apart: cutlass.Constexpr = self.columns // 2
+        if not self.activation:
+            return cutlass.min(n0 + n + half * apart, width - 1)
+        return cutlass.min(n0 // 2 + n, width // 2 - 1) + half * (width // 2)
 
     @cute.jit
     def put_scales(self, held, to: Int32, lane: Int32):
@@ -464,101 +482,117 @@ class Few(ProductEntry):
         return convert.round_all(floats, "bfloat16")
 
     # ---- where sums meet ---
-    @cute.jit
-    def meet(self, parts: Int32):
-        """A barrier of all threads that share a tile: their writes are there."""
-        if parts > 1:
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    @cute.jit
-    def part(self, parts: Int32):
-        """A barrier of all threads that share a tile: their reads are in registers, and used."""
-        if parts > 1:
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
     def swizzled(self, m: Int32, n: Int32):
         """Where a sum lies among a warp's, in bytes: lanes write and read other banks."""
         return (m * self.columns + (n ^ (m // 2 % 4 * 8))) * 4
 
     @cute.jit
-    def lay_down(self, acc, to: Int32, turn: Int32, slot: Int32, tid: Int32):
-        """A warp's sums into the stage that it has read last, and which that is."""
-        smem = cute.AddressSpace.smem
+    def lay_down(self, acc, to: Int32, tid: Int32):
+        """A warp's sums into the stage that it has read last."""
         g, q = tid % 32 // 4, tid % 4
         cute.arch.sync_warp()  # all lanes have read the stage
         for m in range_constexpr(4):
             for c in range_constexpr(self.wide):
                 for v in range_constexpr(4):
                     there = self.swizzled(8 * c + 2 * q + v % 2, 16 * m + 8 * (v // 2) + g)
-                    pointer = cute.make_ptr(Float32, to + there, smem, assumed_align=4)
-                    cute.make_tensor(pointer, cute.make_layout(1))[0] = acc[v, c, m]
-        if const_expr(self.split > 1):
-            if tid == 0:
-                word = cute.make_ptr(Int32, turn, smem, assumed_align=4)
-                cute.make_tensor(word, cute.make_layout(1))[0] = slot
+                    self.floats(to + there, 1)[0] = acc[v, c, m]
+
+    def floats(self, address: Int32, count: int):
+        """Floats of shared memory."""
+        smem = cute.AddressSpace.smem
+        there = cute.make_ptr(Float32, address, smem, assumed_align=4 * count)
+        return cute.make_tensor(there, cute.make_layout(count))
 
     @cute.jit
     def gather(
-        self, base: Int32, slot: Int32, epilogue, y, tile, width: Int32, result: Int32,
-        parts: Int32, rank: Int32, tid: Int32,
+        self, base: Int32, slot: Int32, turn: Int32, y: cutlass.Constexpr, tile, parts: Int32,
+        rank: Int32, tid: Int32,
     ):  # fmt: skip
-        """Adds up all warps' sums, always in one order, and writes y: each block its share."""
-        row, stop, n0, e = tile
-        bytes_ = self.size_in_bytes(result)
-        share = Int32(self.rows)
+        """Adds up sums, always in one order, and writes y.
+
+        First those of a thread block's warps. Thread blocks that share a tile meet then, and each
+        writes its share of the rows. It reads the others' sums of this turn until it meets them in
+        the next one, whose sums lie elsewhere.
+        """
+        size: cutlass.Constexpr = self.rows * self.columns
+        pairs: cutlass.Constexpr = size // (2 * self.halves_of_w)
+        met = base + self.met_at + turn * (4 * size)
+        for i in range_constexpr((pairs + self.threads - 1) // self.threads):
+            m, n = self.pair_of(i * self.threads + tid)
+            if m < self.rows:
+                sums = []
+                for there in self.places(m, n):
+                    warps = [base + (w * self.stages + slot) * self.ring for w in range(self.warps)]
+                    two = self.added([self.floats(at + there, 2) for at in warps])
+                    sums.append(two)
+                    if parts > 1:
+                        cute.autovec_copy(two, self.floats(met + there, 2))
+                if parts == 1:
+                    self.write(sums, y, tile, m, n)
         if parts > 1:
-            share = Int32(self.rows // self.split)
-        items = share * (self.columns // 2)  # pairs
-        for i in range_constexpr(
-            (self.rows * self.columns // 2 + self.threads - 1) // self.threads
-        ):
-            item = i * self.threads + tid
-            m = rank * share + item // (self.columns // 2)
-            n = item % (self.columns // 2) * 2
-            two = cute.make_rmem_tensor(2, Float32)
-            two.fill(0.0)
-            if item < items:
-                there = self.swizzled(m, n)
-                if parts > 1:
-                    for other in range_constexpr(self.split):
-                        block = mapped(base, other)
-                        its = word_of_block(block + self.turn_at)
-                        self.add_up(two, block + its * self.ring + there, True)
-                else:
-                    self.add_up(two, base + slot * self.ring + there, False)
-            to = y.toint() + (Int64(row + m) * width + n0 + n) * bytes_
-            rows = cutlass.select_((row + m < stop) & (item < items), Int32(1), Int32(0))
-            first = cutlass.select_(n0 + n < width, rows, Int32(0))
-            second = cutlass.select_(n0 + n + 1 < width, rows, Int32(0))
-            if self.is_there(epilogue):
-                mine = cutlass.min(row + m, stop - 1)
-                for i in range_constexpr(2):
-                    its = cutlass.min(n0 + n + i, width - 1)
-                    two[i] = self.finished(epilogue, two[i], e, mine, its, width)
-            self.store(to, two[0], result, 0, first)
-            self.store(to + bytes_, two[1], result, 0, second)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            share: cutlass.Constexpr = self.rows // self.split
+            for i in range_constexpr((pairs // self.split + self.threads - 1) // self.threads):
+                m, n = self.pair_of(i * self.threads + tid)
+                if m < share:
+                    m = rank * share + m
+                    sums = []
+                    for there in self.places(m, n):
+                        two = cute.make_rmem_tensor(2, Float32)
+                        two.fill(0.0)
+                        for other in range_constexpr(self.split):
+                            low, high = two_of_block(mapped(met + there, other))
+                            two[0], two[1] = two[0] + low, two[1] + high
+                        sums.append(two)
+                    self.write(sums, y, tile, m, n)
+        else:
+            cute.arch.sync_threads()  # before these stages are asked for
+
+    def pair_of(self, item: Int32):
+        """The row and the first column of a pair of a tile."""
+        across: cutlass.Constexpr = self.columns // (2 * self.halves_of_w)
+        return item // across, item % across * 2
+
+    def places(self, m: Int32, n: Int32) -> list:
+        """Where a pair's sums lie, or a pair of gates and its ups."""
+        apart = self.columns // self.halves_of_w
+        return [self.swizzled(m, n + half * apart) for half in range(self.halves_of_w)]
 
     @cute.jit
-    def add_up(self, two, address: Int32, cluster: cutlass.Constexpr):
-        """Adds a pair of each warp, of this thread block or of another one of the cluster."""
-        for warp in range_constexpr(self.warps):
-            at = address + warp * (self.stages * self.ring)
-            if const_expr(cluster):
-                low, high = two_of_block(at)
-                two[0] = two[0] + low
-                two[1] = two[1] + high
-            else:
-                from_ = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=8)
-                pair = cute.make_rmem_tensor(2, Float32)
-                cute.autovec_copy(cute.make_tensor(from_, cute.make_layout(2)), pair)
-                two[0] = two[0] + pair[0]
-                two[1] = two[1] + pair[1]
+    def added(self, pairs: cutlass.Constexpr):
+        """The sums of pairs."""
+        two, one = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        two.fill(0.0)
+        for pair in pairs:
+            cute.autovec_copy(pair, one)
+            two[0], two[1] = two[0] + one[0], two[1] + one[1]
+        return two
+
+    @cute.jit
+    def write(self, sums: cutlass.Constexpr, y: cutlass.Constexpr, tile, m: Int32, n: Int32):
+        """Writes a pair of a tile's elements; with an activation, of gates and ups, in bfloat16."""
+        pointer, epilogue, width, result = y
+        row, stop, n0, e = tile
+        two = sums[0]
+        if const_expr(self.activation):
+            n0, width = n0 // 2, width // 2
+            words = [convert.round_two(s[0], s[1], "bfloat16") for s in sums]
+            word = activations.gated(self.activation, *words, Float32(1.0), "bfloat16")
+            two[0] = convert.bits_to_float(word << Uint32(16))
+            two[1] = convert.bits_to_float(word & Uint32(0xFFFF0000))
+        bytes_ = self.size_in_bytes(result)
+        to = pointer.toint() + (Int64(row + m) * width + n0 + n) * bytes_
+        rows = cutlass.select_(row + m < stop, Int32(1), Int32(0))
+        first = cutlass.select_(n0 + n < width, rows, Int32(0))
+        second = cutlass.select_(n0 + n + 1 < width, rows, Int32(0))
+        if self.is_there(epilogue):
+            mine = cutlass.min(row + m, stop - 1)
+            for i in range_constexpr(2):
+                its = cutlass.min(n0 + n + i, width - 1)
+                two[i] = self.finished(epilogue, two[i], e, mine, its, width)
+        self.store(to, two[0], result, 0, first)
+        self.store(to + bytes_, two[1], result, 0, second)
 
 
 class Nibbles(Few):

@@ -18,6 +18,7 @@ from jax_mx.launch.rule import Scalar
 from jax_mx.norms.cutedsl import add_to, add_vector, factor_of, normed, over_warp
 from jax_mx.products.cutedsl.matmul_vector import Direct, Lines
 from jax_mx.products.cutedsl.products import ProductEntry, vector
+from jax_mx.products.cutedsl.rms_norm import Vectors
 from jax_mx.quantizing.facts.product_kernels import NORMED_ELEMENTS, ProductKernel
 from jax_mx.quantizing.facts.signatures import Array
 from jax_mx.quantizing.kernels.cutedsl import activations, convert
@@ -27,7 +28,7 @@ EARLY = 2  # times 2048 elements of the first row, which are asked for at once
 PAD = 16  # bytes between rows in shared memory: off each other's banks
 
 
-class Normed(Direct):
+class Normed(Vectors, Direct):
     """See above."""
 
     dtypes = ("bfloat16",)
@@ -69,12 +70,6 @@ class Normed(Direct):
         if is_there:
             for j in range_constexpr(cute.size(to) // 4):
                 cute.autovec_copy(self.placed(Int32(at) + 16 * j, 4), to[None, j])
-
-    def fragment(self, *shape: int):
-        """Registers for so many vectors of elements."""
-        fragment = cute.make_rmem_tensor((self.each, *shape), BFloat16)
-        fragment.fill(BFloat16(0))
-        return fragment
 
     @cute.jit
     def take(self, to, array, first: Int64, column: Int32, wide: Int32):

@@ -5,9 +5,10 @@ group has its own matrix. Blocks run along K, scales are row-major. Sizes are ru
 Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N). Groups of
 "wgrad_fp8" have parts of K instead: y (G, T, N) is x (T, K) @ W (N, K)^T over each group's part of
 K. "wgrad" is the same for floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N) over each
-group's rows. "normed" is "matmul" of one group, whose x is normed before. "amaxes" is none: it
-gives the largest magnitudes of the rows and the columns of x (batch, T, K). A quantizer of both
-directions needs these first where products take rows with one scale each.
+group's rows. "normed" is "matmul" of one group, whose x is normed before. Two are none. "rms_norm"
+is that norm alone. "amaxes" gives the largest magnitudes of the rows and the columns of x (batch,
+T, K): a quantizer of both directions needs these first where products take rows with one scale
+each.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ class ProductKernel(Compiled):
 
     Attributes:
       op: "matmul" and "normed", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and
-        codes; "wgrad", of floats and floats; "amaxes", of floats.
+        codes; "wgrad", of floats and floats; "rms_norm" and "amaxes", of floats.
       formats: of the quantized operands, x's before W's.
       rows: how many of x's a thread block, or a cluster of two, has at a time.
       window: how many elements along K share a scale, of both operands, where both are codes;
@@ -56,7 +57,7 @@ class ProductKernel(Compiled):
         N, K / parts). Devices that had a part each gather them so; scales lie as ever.
       fast: whether the tensor cores add up all along K, with fewer bits than float32 has.
       narrow: whether it is for a y of few columns, whose tiles larger thread blocks take.
-      activation: "normed": that of y's first half, as gates, and its second one; "": none.
+      activation: that of y's first half, as gates, and its second one; "": none.
     """
 
     ROOM: ClassVar[str] = "products"
@@ -118,6 +119,13 @@ PRODUCTS: tuple[ProductKernel, ...] = (
     ),
     ProductKernel("matmul", "cutedsl", (MXFP4_E2M1,), DIRECT, narrow=True),
     *(
+        ProductKernel(
+            "matmul", "cutedsl", (format,), rows, narrow=not activation, activation=activation
+        )
+        for format in (MXFP8_E4M3, MXFP4_E2M1)
+        for rows, activation in ((8, ""), (8, "swiglu"), (16, "swiglu"))
+    ),
+    *(
         ProductKernel("matmul_fp8", "cutedsl", formats, rows, window, tiles)
         for window in (128, 256, ROW)
         for tiles in ((False, True) if window != ROW else (False,))
@@ -157,6 +165,7 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         for format in (MXFP8_E4M3, MXFP4_E2M1)
         for activation in ("", "swiglu")
     ),
+    ProductKernel("rms_norm", "cutedsl", (), 1),
 )
 
 # On AMD every pair of formats that gfx950's matrix cores take.

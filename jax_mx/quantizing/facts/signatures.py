@@ -186,6 +186,18 @@ def _normed(modes: Sequence[Mode]) -> Signature:
     )
 
 
+def _rms_norm(modes: Sequence[Mode]) -> Signature:
+    del modes
+    return Signature(
+        operands=(
+            Array("x", Role.FLOATS),
+            Array("residual", Role.FLOATS),
+            Array("weights", Role.REPLICATED, dtype="bfloat16"),
+        ),
+        results=(Array("y", Role.FLOATS), Array("sum", Role.FLOATS)),
+    )
+
+
 def _matmul_fp8(
     modes: Sequence[Mode], optional: bool = True, epilogue: Sequence[str] = EPILOGUE
 ) -> Signature:
@@ -235,6 +247,7 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Mode]], Signature]] = {
     "dequantize": _dequantize,
     "matmul": _matmul,
     "normed": _normed,
+    "rms_norm": _rms_norm,
     "matmul_fp8": _matmul_fp8,
     "wgrad_fp8": _wgrad_fp8,
     "wgrad": _wgrad,
