@@ -726,10 +726,10 @@ def _alone(row: Mapping[str, Any], rows: Rows) -> float:
     return pairs[row["way"], 1]
 
 
-def speed_decode() -> list[str]:
+def speed_decode(chip: str = "h200") -> list[str]:
     """A decoding step by batch and way."""
     return _listed(
-        "h100_decode_step",
+        f"{chip}_decode_step",
         "decode_step",
         GEMMS,
         {
@@ -939,6 +939,7 @@ TABLES: Mapping[str, Callable[[], list[str]]] = {
     "speed_moe": speed_moe,
     "speed_moe_step": speed_moe_step,
     "speed_decode": speed_decode,
+    "speed_decode_h100": functools.partial(speed_decode, "h100"),
     "loss_moe": loss_moe,
     "loss_moe_wide": functools.partial(loss_moe, "moe_step_wide"),
     "speed_moe_step_sharded": speed_moe_step_sharded,
