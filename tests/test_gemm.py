@@ -529,7 +529,8 @@ def active_kernels_are_exact(rng, variant):
     """Where a product's halves are gates and ups."""
     (format,), rows = variant.formats, variant.rows
     step = functools.partial(step_by_kernel, product=variant)
-    for m, n, k in ((1, 2, 64), (rows, 28672, 4096), (rows - 3, 198, 640), (rows + 2, 66, 14336)):
+    wide = (rows, 28672, 4096), (rows, 19200, 640)  # tiles that thread blocks do not share, and do
+    for m, n, k in (*wide, (1, 2, 64), (rows - 3, 198, 640), (rows + 2, 66, 14336)):
         x, w = floats(rng, (m, k)), integers(rng, (n, k), format)
         poison_memory()
         ways = [step(x, w, implementation=way) for way in ("cutedsl", "xla")]

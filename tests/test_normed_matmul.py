@@ -158,6 +158,19 @@ def test_a_chain_under_vmap(rows):
             assert_bits_equal(a, b)
 
 
+def test_a_chain_under_vmap_has_tiles_for_all_rows():
+    """Tiles for the rows of one entry would read the weights again and again."""
+    (x, *_), steps, _ = of_a_layer((40, 7))
+    o, normed, down, _ = steps(None, None)
+
+    def f(x):
+        return jax_mx.matmul_chain(x, [o, (None, normed[1], "swiglu"), down])[0]
+
+    one, many = (str(jax.make_jaxpr(g)(a)) for g, a in ((f, x[0]), (jax.vmap(f), x)))
+    assert "mx_chain" in one and not re.search("mx_chain|rows=8", many)
+    assert_bits_equal(jax.vmap(f)(x), jnp.stack([f(entry) for entry in x]))
+
+
 def test_a_chain_on_a_mesh():
     """Devices share weights, of which each has some rows."""
     args, steps, _ = of_a_layer()

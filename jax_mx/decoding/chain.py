@@ -144,8 +144,8 @@ def _wired(plan: Chain, kernels: Sequence[Any], count: int) -> list[tuple[Any, l
 
 
 def _batch(args: Any, dims: Any, *, plan: Chain) -> tuple[list, list]:
-    """A call for each step, which has a rule of its own."""
-    outs = jax.vmap(functools.partial(in_turn, plan=plan), in_axes=dims)(*args)
+    """The lines, which choose for all rows of the batch, and split as their weights are."""
+    outs = jax.vmap(functools.partial(in_lines, plan=plan), in_axes=dims)(*args)
     return outs, [0] * len(outs)
 
 

@@ -22,7 +22,6 @@ from jax_mx.quantizing.activations import row_of
 from jax_mx.quantizing.facts.product_kernels import (
     DIRECT,
     FEWEST,
-    NORMED_UNIT,
     PRODUCTS,
     normed_fits,
 )
@@ -60,12 +59,12 @@ def normed_matmul(
         y = jax_mx.einsum("...k,nk->...n", y, w, recipe="bf16")
         y = jax_mx.gated(y, activation)  # if there is one
 
-    On Hopper one call computes all of it for 1 to 16 rows of bfloat16 and a weight with blocks of
-    32 along K. It launches one kernel for up to four rows of together 16384 elements at most, where
-    the weight is in MXFP8 (E4M3) or MXFP4 and K is a multiple of 128. For others it launches a norm
-    and a product. An activation of the call is "swiglu", for weights in these two formats and such
-    K. Elsewhere it is these lines. Its derivatives are theirs. `matmul_chain` has several products
-    one after the other.
+    On Hopper one call computes it for 1 to 16 rows, where x and the norm's weight are bfloat16 and
+    w has row-major blocks of 32 along K. The call launches one kernel for up to four rows of
+    together 16384 elements at most, if w is in MXFP8 (E4M3) or MXFP4 and K is a multiple of 128.
+    Else it launches a norm and a product. With an activation only these formats and multiples of 64
+    have kernels, of "swiglu". Elsewhere it is these lines. Its derivatives are theirs.
+    `matmul_chain` has several products one after the other.
 
     Args:
       x: bfloat16, float16 or float32 (..., K).
@@ -128,10 +127,9 @@ def matmul_chain(
         qkv, x = jax_mx.normed_matmul(y, x, next_norm, w_qkv)
 
     On Hopper one call launches the kernels of neighbouring steps, for 1 to 16 rows of bfloat16.
-    Neighbours join a call if `normed_matmul` has kernels for their weights and rows. A kernel asks
-    for its weight before the kernel ahead has ended. Elsewhere, on meshes with automatic axes and
-    for other steps it is these lines; `vmap` gives each step a call of its own. Its derivatives are
-    theirs.
+    Neighbours join a call if `normed_matmul` has kernels for their weights, norms and activations.
+    A kernel asks for its weight before the kernel ahead has ended. Elsewhere, on meshes with
+    automatic axes, under `vmap` and for other steps it is these lines. Its derivatives are theirs.
 
     Args:
       x: bfloat16, float16 or float32 (..., K).
@@ -236,7 +234,7 @@ def _plans_of(
             fits = weight.shape == (length,) and residual.shape == (*lead, length)
             if not (fits and _is_plain(weight, residual)):
                 break
-        if activation and (w.shape[0] % 2 or length % NORMED_UNIT):
+        if activation and (w.shape[0] % 2 or length % (2 * BLOCK)):
             break
         every = _plans_of_step(step, rows, length, x.dtype, eps)
         if not all(plan.product("cutedsl") in PRODUCTS for plan in every):

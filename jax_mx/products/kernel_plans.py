@@ -40,7 +40,8 @@ from jax_mx.quantizing.facts.product_kernels import (
 )
 from jax_mx.quantizing.plan import ProductPlan
 
-# So many tiles of 128 columns are narrow: each multiprocessor of a Hopper has two tiles of 16.
+# So many tiles of 128 columns are narrow: each multiprocessor of a Hopper has two tiles of 16, or
+# half of one of 64.
 _NARROW = 33
 # How many rows of x tiles may have, in ascending order: each tiling is a kernel.
 ROWS = tuple(sorted({p.rows for p in PRODUCTS if p.op in ("matmul", "matmul_fp8")}))
@@ -77,7 +78,7 @@ def plan_of(
     `rows`: how many rows of x a group has, about. `strips`: how many tiles lie beside each other,
     of all groups. `tile`: how many rows tiles have, one of `ROWS`, whatever the shapes ask for.
     `fast`: whether sums may be, where a kernel's are, see `ProductKernel`.
-    `narrow`: whether y has few columns; None: its shape says.
+    `narrow`: whether y has few columns; None: its shape says, where there are no groups.
     """
     op = "matmul" if len(formats) == 1 else "matmul_fp8"
     if tile is None:
