@@ -88,20 +88,13 @@ def scanned(
     """`serve.forward`, where layers and caches are stacked."""
 
     def layer(carry: Any, one: Any) -> Any:
-        (x, more), (w, old) = carry, one
-        ahead = w["input_layernorm"], w["self_attn.qkv_proj"]
-        of_mlp = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
-        y, x = serve.chain(config, more, [ahead], x)
-        y, cache = serve.attention(config, old, y, start)
-        steps = [w["self_attn.o_proj"], of_mlp, w["mlp.down_proj"]]
-        more, x = serve.chain(config, y, steps, x)
-        return (x, more), cache
+        (y, x), (w, old) = carry, one
+        y, x, (cache,) = serve.plain(config, y, x, serve.steps_of(config, w, old, position))
+        return (y, x), cache
 
-    x = model["embed_tokens"][tokens]
-    layers = model["layers"], cache
-    (x, more), cache = jax.lax.scan(layer, (x, jnp.zeros_like(x)), layers)
-    last = model["norm"], model["lm_head"]
-    return serve.chain(config, more[:, -1], [last], x[:, -1])[0], cache
+    x, position = model["embed_tokens"][tokens], jnp.array([start])
+    (y, x), cache = jax.lax.scan(layer, (x, jnp.zeros_like(x)), (model["layers"], cache))
+    return serve.plain(config, y[:, -1], x[:, -1], [(model["norm"], model["lm_head"])])[0], cache
 
 
 def stacked(layers: list[Any]) -> Any:

@@ -21,6 +21,7 @@ import jax_mx
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
          "num_attention_heads", "num_key_value_heads", "vocab_size", "rope_theta",
          "rms_norm_eps")  # fmt: skip
+ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
 SIZES: dict[str, dict] = {
     "tiny": dict(zip(NAMES, (128, 256, 2, 32, 4, 2, 256, 500_000, 1e-5), strict=True)),
     "8b": dict(zip(NAMES, (4096, 14336, 32, 128, 32, 8, 128256, 500_000, 1e-5), strict=True)),
@@ -80,7 +81,7 @@ def write(folder: Path, size: str) -> None:
 def empty_cache(config, batch, length):
     """Keys and values (B, length, heads, D) of each layer."""
     shape = batch, length, config["num_key_value_heads"], config["head_dim"]
-    return [[jnp.zeros(shape, jnp.bfloat16)] * 2] * config["num_hidden_layers"]
+    return [(jnp.zeros(shape, jnp.bfloat16),) * 2] * config["num_hidden_layers"]
 
 
 def norm(config, x, weight):
@@ -89,11 +90,24 @@ def norm(config, x, weight):
     return (x32 * jax.lax.rsqrt((x32**2).mean(-1, keepdims=True) + eps)).astype(x.dtype) * weight
 
 
-def rotated(x, positions, theta):
-    """(B, S, heads, D) turned by their positions (S,)."""
-    angles = positions[:, None, None] * theta ** -jnp.linspace(0, 1, x.shape[-1] // 2, False)
-    (a, b), cos, sin = jnp.split(x.astype(jnp.float32), 2, -1), jnp.cos(angles), jnp.sin(angles)
+def rotated(x, cos, sin):
+    """(B, S, heads, D) turned by their positions' angles (S, D / 2)."""
+    (a, b), cos, sin = jnp.split(x.astype(jnp.float32), 2, -1), cos[:, None], sin[:, None]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def attention(attend, qkv):
+    """The attention of tokens (B, S) from a position on, of their products; and the cache."""
+    (b, s, _), (_, _, groups, d) = qkv.shape, attend.keys.shape
+    heads = qkv.reshape(b, s, -1, d)
+    q, k, v = jnp.split(heads, [heads.shape[2] - 2 * groups, heads.shape[2] - groups], 2)
+    q, k = (rotated(x, attend.cos, attend.sin) for x in (q, k))
+    put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=attend.position, axis=1)
+    keys, values = put(attend.keys, k), put(attend.values, v)
+    lengths = jnp.full(b, attend.position + s, jnp.int32)
+    attend = partial(jax.nn.dot_product_attention, key_value_seq_lengths=lengths)
+    y = attend(q, keys, values, is_causal=s > 1, implementation=ATTENTION)
+    return y.reshape(b, s, -1), (keys, values)
 
 
 def main() -> None:

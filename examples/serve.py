@@ -22,17 +22,30 @@ import jax_mx
 LLAMA = runpy.run_path(f"{Path(__file__).parent}/random_llama.py")
 JOIN = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 RULES = {r".*(embed_tokens|lm_head).*": None, ".*": "mxfp8"}  # of a checkpoint in floats
-norm, rotated, empty_cache = (LLAMA[name] for name in ("norm", "rotated", "empty_cache"))
-ATTENTION = "cudnn" if jax.default_backend() == "gpu" else "xla"
+norm, attention, empty_cache = (LLAMA[name] for name in ("norm", "attention", "empty_cache"))
 product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
 
 
-def chain(config, x, steps, residual):
-    """`jax_mx.matmul_chain` for up to 16 tokens, one call; plain JAX for more, or for floats."""
-    steps = [step if isinstance(step, tuple) else (None, step) for step in steps]
-    if isinstance(steps[0][1], jax_mx.MXArray) and x.size // x.shape[-1] <= 16:
-        return jax_mx.matmul_chain(x, steps, residual=residual, eps=config["rms_norm_eps"])
-    for weight, w, *activation in steps:
+def steps_of(config, w, cache, positions):
+    """A layer as `jax_mx.matmul_chain` takes it."""
+    half = config["head_dim"] // 2
+    angles = positions[:, None] * config["rope_theta"] ** -jnp.linspace(0, 1, half, False)
+    turn = jnp.cos(angles), jnp.sin(angles)
+    attend = jax_mx.CachedAttention(cache[0], cache[1], positions[0], *turn)
+    of_mlp = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
+    ahead = w["input_layernorm"], w["self_attn.qkv_proj"]
+    return [ahead, attend, w["self_attn.o_proj"], of_mlp, w["mlp.down_proj"]]
+
+
+def plain(config, x, residual, steps):
+    """The same as `jax_mx.matmul_chain`, in plain JAX: of weights in floats, of many tokens."""
+    caches = []
+    for step in steps:
+        if isinstance(step, jax_mx.CachedAttention):
+            x, cache = attention(step, x)
+            caches.append(cache)
+            continue
+        weight, w, *activation = step if isinstance(step, tuple) else (None, step)
         if weight is not None:
             residual = residual + x
             x = norm(config, residual, weight)
@@ -40,35 +53,21 @@ def chain(config, x, steps, residual):
         if activation:
             gate, up = jnp.split(x, 2, -1)
             x = jax.nn.silu(gate) * up
-    return x, residual
-
-
-def attention(config, cache, qkv, start):
-    """The attention of tokens (B, S) from position `start` on, of their products; and the cache."""
-    (b, s, _), heads, d = qkv.shape, config["num_attention_heads"], config["head_dim"]
-    positions, theta = (start + jnp.arange(s)).astype(jnp.float32), config["rope_theta"]
-    q, k, v = jnp.split(qkv.reshape(b, s, -1, d), [heads, heads + config["num_key_value_heads"]], 2)
-    put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
-    cache = [*map(put, cache, (rotated(k, positions, theta), v))]
-    lengths = jnp.full(b, start + s, jnp.int32)
-    attend = partial(jax.nn.dot_product_attention, key_value_seq_lengths=lengths)
-    y = attend(rotated(q, positions, theta), *cache, is_causal=s > 1, implementation=ATTENTION)
-    return y.reshape(b, s, -1), cache
+    return x, residual, caches
 
 
 def forward(config, model, cache, tokens, start):
     """The logits behind the last of tokens (B, S) from position `start` on; and the cache."""
-    layers, x, cache = model["layers"], model["embed_tokens"][tokens], [*cache]
-    ahead = [(w["input_layernorm"], w["self_attn.qkv_proj"]) for w in layers]
-    ahead.append((model["norm"], model["lm_head"]))
-    y, x = chain(config, x, ahead[:1], jnp.zeros_like(x))
-    for i, w in enumerate(layers):
-        y, cache[i] = attention(config, cache[i], y, start)
-        y, x = (y[:, -1], x[:, -1]) if w is layers[-1] else (y, x)
-        of_mlp = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
-        steps = [w["self_attn.o_proj"], of_mlp, w["mlp.down_proj"], ahead[i + 1]]
-        y, x = chain(config, y, steps, x)
-    return y, cache
+    x, steps = model["embed_tokens"][tokens], []
+    for w, its in zip(model["layers"], cache, strict=True):
+        steps += steps_of(config, w, its, start + jnp.arange(tokens.shape[1]))
+    last = [(model["norm"], model["lm_head"])]
+    if tokens.shape[1] == 1 and len(x) <= 16 and isinstance(model["lm_head"], jax_mx.MXArray):
+        every = {"residual": jnp.zeros_like(x), "eps": config["rms_norm_eps"]}
+        y, _, cache = jax_mx.matmul_chain(x, steps + last, **every)  # one call of all kernels
+        return y[:, -1], cache
+    y, x, cache = plain(config, x, jnp.zeros_like(x), steps)
+    return plain(config, y[:, -1], x[:, -1], last)[0], cache
 
 
 def generate(config, steps, model, prompt):

@@ -7,6 +7,7 @@ from jax_mx.collectives.moves import all_gather as all_gather
 from jax_mx.collectives.moves import all_to_all as all_to_all
 from jax_mx.collectives.moves import ppermute as ppermute
 from jax_mx.collectives.moves import reshard as reshard
+from jax_mx.decoding.cached_attention import CachedAttention as CachedAttention
 from jax_mx.decoding.matmul_chain import matmul_chain as matmul_chain
 from jax_mx.decoding.matmul_chain import normed_matmul as normed_matmul
 from jax_mx.experts.moe import moe as moe

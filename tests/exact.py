@@ -127,6 +127,36 @@ def on_cuda(function=check, **options):
     return functools.partial(function, implementation="cutedsl", **options)
 
 
+def to_attend(rng, heads, cache, positions, exact):
+    """Operands of an attention of so many heads: quarter turns, each head sees one position.
+
+    The cache is NaN behind the token. Not exact: random ones, and every angle.
+    """
+    batch, length, groups, depth = cache
+    half = (batch, depth // 2)
+    quarters = rng.integers(0, 4, half) if exact else rng.uniform(0, 4, half)
+    cos, sin = np.cos(quarters * np.pi / 2), np.sin(quarters * np.pi / 2)
+    if exact:
+        cos, sin = cos.round(), sin.round()
+    keys = np.where(rng.random(cache) < 0.5, -1.0, 1.0) if exact else rng.normal(size=cache)
+    values = rng.integers(-99, 99, cache) * 1.0 if exact else rng.normal(size=cache)
+    last = np.clip(positions, 0, length - 1)
+    rows = np.arange(batch)
+    seen = rng.integers(0, last[:, None] + 1, (batch, heads))
+    seen[:, ::3] = last[:, None]  # the token itself
+    of_group = np.arange(heads) // (heads // groups)
+    q = 8 * keys[rows[:, None], seen, of_group] if exact else rng.normal(size=(batch, heads, depth))
+    heads_of_x = np.concatenate([q, keys[rows, last]], 1)
+    a, b = np.split(heads_of_x, 2, -1)
+    c, s = cos[:, None], sin[:, None]
+    turned_back = np.concatenate([a * c + b * s, b * c - a * s], -1)
+    x = np.concatenate([turned_back, values[rows, last]], 1).reshape(batch, -1)
+    for row, end in enumerate(last):
+        keys[row, end:] = values[row, end:] = np.nan
+    bf16 = [jnp.asarray(a, jnp.bfloat16) for a in (x, keys, values)]
+    return [*bf16, jnp.asarray(positions, jnp.int32), jnp.float32(cos), jnp.float32(sin)]
+
+
 # ---- on a GPU with kernels ---
 def here() -> bool:
     return targets.chip_of(jax.devices()[0]) == "sm_90"

@@ -27,6 +27,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
 
 import jax_mx
+from jax_mx.decoding import chain
 from jax_mx.formats.directions import FORMS, LAST_TRANSPOSED, SECOND, Blocks
 from jax_mx.formats.formats import BLOCK
 from jax_mx.formats.layouts import ROW_MAJOR_VALUES, SCALE_LAYOUTS
@@ -124,19 +125,27 @@ def by_kernel(x, w, sizes=None, *, sums=False, dtype="float32", implementation=N
     return primitives.by_plan(plan, x, w, sizes)
 
 
-def step_by_kernel(*operands, product, implementation, eps=0.0):
+def step_by_kernel(*operands, product, implementation, **numbers):
     """The results of a step of a chain, by a kernel or by its reference.
 
-    Its operands are x, a residual and weights if the step norms, and an `MXArray` if it multiplies.
+    Its operands are x, a residual and weights if the step norms, an `MXArray` if it multiplies;
+    an attention takes all of its signature. `numbers` are of its plan.
     """
     flat = []
     for a in operands:
         flat += [a.values[None], a.scales[None]] if isinstance(a, jax_mx.MXArray) else [a]
-    options = {"implementation": implementation, "eps": eps, "activation": product.activation}
+    options = {"implementation": implementation, "activation": product.activation, **numbers}
     plan = ProductPlan(
         product.op, product.formats, jnp.dtype(jnp.bfloat16), False, product.rows, **options
     )
     return jax.jit(partial(primitives.products_p[product.op].bind, plan=plan))(*flat)
+
+
+def step_by_step(*operands, plan):
+    """The results of a chain's steps, by a call for each."""
+    return chain.walked(
+        lambda *a, plan: primitives.products_p[plan.op].bind(*a, plan=plan), operands, plan
+    )
 
 
 # The sources whose floats' amaxes a kernel finds, by their words.

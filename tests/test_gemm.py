@@ -20,6 +20,7 @@ from exact import (
     of,
     on_cuda,
     on_hopper,
+    to_attend,
     wanted,
 )
 from helpers import (
@@ -523,6 +524,43 @@ def test_norms_of_sums_have_their_bits(variant):
         ways = [step(*args, implementation=way, eps=1e-5) for way in ("cutedsl", "xla")]
         for got, want in zip(*ways, strict=True):
             assert_bits_equal(got, want, f"{m} x {k}")
+
+
+@on_hopper
+@of("attention")
+def test_attention_sees_what_it_says(variant):
+    """One position a head, in bits; all of them, within what bfloat16's weights allow."""
+    rng, step = np.random.default_rng(7), functools.partial(step_by_kernel, product=variant)
+    for heads, cache, positions in (
+        (32, (1, 512, 8, 128), [163]),
+        (32, (8, 512, 8, 128), [0, 15, 16, 127, 128, 300, 510, 511]),
+        (6, (3, 70, 6, 64), [69, 70, -4]),
+        (16, (2, 2100, 2, 128), [2099, 1024]),
+        (8, (2, 1300, 1, 64), [1299, 3]),
+        (21, (16, 40, 3, 64), range(16)),
+        (3, (1, 5, 1, 128), [4]),
+        (8, (70, 33, 4, 128), [*range(33), *range(33), 0, 7, 31, 32]),
+    ):
+        for exact in (True, False):
+            args = to_attend(rng, heads, cache, np.array([*positions]), exact)
+            poison_memory()
+            scale = 0.5 if exact else cache[-1] ** -0.5
+            ways = [step(*args, implementation=way, scale=scale) for way in ("cutedsl", "xla")]
+            (y, keys, values), (want, its_keys, its_values) = ways
+            assert_bits_equal(values, its_values, f"values of {cache}")
+            if exact:
+                assert_bits_equal(keys, its_keys, f"keys of {cache}")
+                assert_bits_equal(y, want, f"{heads} heads of {cache}")
+                continue
+            for got, expected, atol in ((y, want, 0.02), (keys, its_keys, 0.0)):
+                got, expected = (np.asarray(a.astype(jnp.float32)) for a in (got, expected))
+                np.testing.assert_allclose(got, expected, rtol=2.0**-7, atol=atol)
+    args = to_attend(rng, 8, (2, 100, 2, 64), np.array([60, 99]), False)
+    args[1] = args[1].at[0, 17, 1, 5].set(jnp.nan)
+    args[2] = args[2].at[1, 98, 0, 3].set(jnp.inf)
+    (y, *_), (want, *_) = (step(*args, implementation=w, scale=0.1) for w in ("cutedsl", "xla"))
+    assert np.isnan(np.asarray(want, np.float32)[0].reshape(8, 64)[4:]).all()
+    np.testing.assert_array_equal(*(np.isfinite(np.asarray(a, np.float32)) for a in (y, want)))
 
 
 def active_kernels_are_exact(rng, variant):

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import on_hopper
-from helpers import assert_bits_equal, call_attributes_in, poison_memory, stand_in
+from helpers import assert_bits_equal, call_attributes_in, poison_memory, stand_in, step_by_step
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_mx
-from jax_mx.decoding import chain, matmul_chain
+from jax_mx.decoding import matmul_chain
 from jax_mx.launch import _ffi, store
 from jax_mx.quantizing.facts.product_kernels import DIRECT
 
@@ -320,7 +320,7 @@ def test_kernels_of_a_chain_wait_for_each_other(format, monkeypatch):
         captured = _ffi.counters()["captured"]
         run = of_many_layers(steps, 1, x, *rest)
         with monkeypatch.context() as patch:
-            patch.setattr(matmul_chain.chain_p, "bind", chain.in_turn)
+            patch.setattr(matmul_chain.chain_p, "bind", step_by_step)
             count = 4 if lead[0] <= DIRECT else 6
             want = of_many_layers(steps, count, x, *rest)(x, *rest)
         for _ in range(5):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import arch_here
+from exact import to_attend
 from helpers import (
     MADE,
     TILES,
@@ -280,6 +281,10 @@ def run_product(product) -> None:
             args = x, dy, np.array([140, 0, 150], np.int32)
         elif product.op == "wgrad_fp8":
             args = codes(140, k), codes(n, k), np.array([2 * windows, 0, windows], np.int32)
+        elif product.op == "attention":
+            rows = 3 * product.rows
+            args = to_attend(rng, 12, (rows, 300, 4, 128), rng.integers(0, 300, rows), True)
+            op = partial(step_by_kernel, product=product, scale=0.5)
         elif product.op in ("normed", "rms_norm") or product.activation:
             wide = 5376  # of which so many rows fill shared memory
             x = rng.integers(-2, 3, (max(product.rows - 1, 1), wide)).astype(jnp.bfloat16)

@@ -221,6 +221,11 @@ def normed_products():
     for function in (call, chain):
         y, back = jax.vjp(function, a, a, weight)
         yield y, back(y)
+    cache, half = jnp.ones((len(a), 5, 1, 32), a.dtype), jnp.ones(16, jnp.float32)
+    attend = lambda x: jax_mx.matmul_chain(x, [  # noqa: E731
+        jax_mx.CachedAttention(cache, cache, 3, half, half)])  # fmt: skip
+    (y, _, caches), back = jax.vjp(attend, a)
+    yield y, caches, back((y, None, caches))
 
 
 # A row for each public function: what is called, and all that it gives.
@@ -267,7 +272,7 @@ CALLS = {
     "Gated": activations,
     "Normed": norms,
     "rms_norm": norms,
-    **dict.fromkeys(("matmul_chain", "normed_matmul"), normed_products),
+    **dict.fromkeys(("CachedAttention", "matmul_chain", "normed_matmul"), normed_products),
     "align": lambda: [jax_mx.align(q(), window) for window in (128, "row", (128, 128))],
     "can_multiply": lambda: [np.array(jax_mx.can_multiply(x(), x().mT, options)[0]) for options in (
         "abc,acd->abd", (((2,), (1,)), ((0,), (0,))))],

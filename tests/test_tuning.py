@@ -157,7 +157,7 @@ def test_registers_hold_every_tile_of_a_table(arch):
             for kernel, tile, *entry in tiles_of(variant, arch):
                 assert tuning.fits(kernel, tile, arch, variant, *entry), (variant.name, *entry)
     for product in PRODUCTS:
-        if arch in archs_of(product) and product.op not in ("amaxes", "rms_norm"):
+        if arch in archs_of(product) and product.op not in ("amaxes", "rms_norm", "attention"):
             assert tuning.fits(*sweep.chosen(product, arch), arch, product), product.name
 
 

@@ -1,4 +1,4 @@
-"""Products one after the other in one call, so that a kernel may begin while another one ends.
+"""Kernels one after the other in one call, so that one may begin while another one ends.
 
 XLA records calls in CUDA graphs, each in a graph of its own, and a kernel there waits for the graph
 ahead. Within a call a kernel starts early, loads its first codes, and then waits for the kernel
@@ -18,8 +18,9 @@ from jax_mx.launch import calls
 from jax_mx.launch.private import define
 from jax_mx.launch.targets import target_of
 from jax_mx.norms.rms_norm import rms_norm
+from jax_mx.products.attention import attended
 from jax_mx.products.dot_general import einsum
-from jax_mx.products.primitives import OPS, products_p
+from jax_mx.products.primitives import OPS
 from jax_mx.quantizing.gated import gated
 from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.quantizing.plan import ProductPlan
@@ -28,30 +29,32 @@ from jax_mx.quantizing.primitive import kernels_by_itself, no_derivative
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Products that follow each other.
+    """Steps that follow each other.
 
     Attributes:
       steps: plans, each with the numbers of its operands. Numbers count the call's operands, then
-        the results of one step after the other. No step writes codes, scales or a norm's weights.
+        the results of one step after the other. No step writes an operand of the call that another
+        step reads.
     """
 
     steps: tuple[tuple[ProductPlan, tuple[int, ...]], ...]
 
 
-def chain_of(plans: Sequence[ProductPlan], has_residual: bool) -> tuple[Chain, dict[str, int]]:
+def chain_of(plans: Sequence[ProductPlan], has_residual: bool) -> tuple[Chain, list[int]]:
     """The chain of these products, each of what the one before gives.
 
     Its operands are x, the residual if there is one, and then the others of one step after the
     other. A step takes the last y as x, and the last sum as the residual.
 
     Returns:
-      The chain, and the numbers of the last "x" and, if there is one, "residual".
+      The chain, and the numbers of the last "x" and, if there is one, "residual", then of all
+      results that replace an operand.
     """
     last = {"x": 0, "residual": 1} if has_residual else {"x": 0}
     weight = 1 + has_residual  # the number of the first operand that only one step takes
     arrays = [plan.signature.present(plan.lacks) for plan in plans]
     result = weight + sum(array.name not in last for step in arrays for array in step)
-    steps = []
+    steps, replacing = [], []
     for plan, operands in zip(plans, arrays, strict=True):
         numbers = []
         for array in operands:
@@ -59,19 +62,17 @@ def chain_of(plans: Sequence[ProductPlan], has_residual: bool) -> tuple[Chain, d
             weight += array.name not in last
         steps.append((plan, tuple(numbers)))
         for array in plan.signature.results:
-            last["x" if array.name == "y" else "residual"] = result
+            if array.updates:
+                replacing.append(result)
+            else:
+                last["x" if array.name == "y" else "residual"] = result
             result += 1
-    return Chain(tuple(steps)), last
+    return Chain(tuple(steps)), [*last.values(), *replacing]
 
 
 def _avals(*operands: Any, plan: Chain) -> list[Any]:
     """The abstract values of all steps' results."""
-    return _walked(lambda *args, plan: OPS[plan.op].avals(*args, plan=plan), operands, plan)
-
-
-def in_turn(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
-    """All steps' results, by a call for each."""
-    return _walked(lambda *args, plan: products_p[plan.op].bind(*args, plan=plan), operands, plan)
+    return walked(lambda *args, plan: OPS[plan.op].avals(*args, plan=plan), operands, plan)
 
 
 def in_lines(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
@@ -81,13 +82,15 @@ def in_lines(*operands: jax.Array, plan: Chain) -> list[jax.Array]:
         if plan.op == "rms_norm":
             residual, weight = args
             return [*normed_sum(x, residual, weight, plan.eps)]
+        if plan.op == "attention":
+            return attended(x, *args, scale=plan.scale)
         *normed, codes, scales = args
         residual, weight = normed or (None, None)
         w = MXArray(codes[0], scales[0], plan.formats[0], -1, ROW_MAJOR)
         y, total = lines_of(x, residual, w, weight, plan.activation, plan.eps)
         return [y, total] if normed else [y]
 
-    return _walked(results_of, operands, plan)
+    return walked(results_of, operands, plan)
 
 
 def lines_of(
@@ -108,7 +111,7 @@ def normed_sum(x: jax.Array, residual: Any, weight: Any, eps: float) -> tuple[ja
     return y, total
 
 
-def _walked(results_of: Callable[..., list], operands: Sequence[Any], plan: Chain) -> list[Any]:
+def walked(results_of: Callable[..., list], operands: Sequence[Any], plan: Chain) -> list[Any]:
     """All steps' results, which a function gives for a step's operands and plan."""
     every = [*operands]
     for step, numbers in plan.steps:
@@ -126,7 +129,8 @@ def _lower(platform: str | None, ctx: Any, *operands: Any, plan: Chain) -> Any:
         kernels = [kernels_by_itself(step, target) for step, _ in plan.steps]
         if all(kernels) and len({(*chips,) for chips in kernels if chips}) == 1:
             steps = _wired(plan, kernels, len(operands))
-            return calls.emit_steps(ctx, *operands, steps=steps, device=target.device)
+            more = {"aliases": _aliases(plan, len(operands)), "device": target.device}
+            return calls.emit_steps(ctx, *operands, steps=steps, **more)
     rule: Any = mlir.lower_fun(functools.partial(in_lines, plan=plan), multiple_results=True)
     return rule(ctx, *operands)
 
@@ -141,6 +145,16 @@ def _wired(plan: Chain, kernels: Sequence[Any], count: int) -> list[tuple[Any, l
         count = results.stop
         steps.append((by_chip, operands, [*results]))
     return steps
+
+
+def _aliases(plan: Chain, count: int) -> dict[int, int]:
+    """The numbers of the call's operands that a result replaces, and the results' among results."""
+    aliases, first = {}, 0
+    for step, numbers in plan.steps:
+        aliases |= {numbers[i]: first + result for i, result in step.signature.aliases.items()}
+        first += len(step.signature.results)
+    assert all(operand < count for operand in aliases)
+    return aliases
 
 
 def _batch(args: Any, dims: Any, *, plan: Chain) -> tuple[list, list]:

@@ -87,6 +87,7 @@ def emit(
     kernels: Mapping[str, Mapping[str, Any]],
     layouts: Sequence[Sequence[int]] | None = None,
     batch: int | None = None,
+    aliases: Mapping[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
     """The custom call that launches a kernel.
@@ -97,6 +98,7 @@ def emit(
       kernels: see `kernels_of`.
       layouts: of operands, then of results, from minor to major; None: row-major.
       batch: how many leading dimensions XLA may split, all alike; None: none.
+      aliases: the numbers of operands and of the results that lie where these do.
       attributes: of `rule.call_attributes`.
     """
     n = len(ctx.avals_in)
@@ -105,12 +107,17 @@ def emit(
         operand_layouts=None if layouts is None else layouts[:n],
         result_layouts=None if layouts is None else layouts[n:],
         extra_attributes=None if batch is None else _sharding_attributes(ctx, batch),
+        operand_output_aliases=dict(aliases or {}),
     )
     return rule(ctx, *operands, **call_attributes(kernels, **attributes))
 
 
 def emit_steps(
-    ctx: mlir.LoweringRuleContext, *operands: Any, steps: Sequence[Any], device: int | None
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    steps: Sequence[Any],
+    aliases: Mapping[int, int],
+    device: int | None,
 ) -> Any:
     """The custom call that launches several kernels, of row-major arrays; XLA splits none of them.
 
@@ -118,9 +125,10 @@ def emit_steps(
       ctx: JAX's.
       operands: MLIR values.
       steps: see `rule.steps_attributes`.
+      aliases: see `emit`.
       device: see `rule.call_attributes`.
     """
-    rule = ffi.ffi_lowering(store.TARGET)
+    rule = ffi.ffi_lowering(store.TARGET, operand_output_aliases=dict(aliases))
     return rule(ctx, *operands, **steps_attributes(steps, device=device))
 
 

@@ -20,7 +20,8 @@ from jax_mx.formats.views import padded
 from jax_mx.launch.calls import batched
 from jax_mx.launch.private import unsplit, vary_alike
 from jax_mx.norms import reference as norms
-from jax_mx.quantizing.facts.product_kernels import DIRECT, FEWEST, UNIT, normed_fits
+from jax_mx.products.attention import attended
+from jax_mx.quantizing.facts.product_kernels import DIRECT, FEWEST, UNIT
 from jax_mx.quantizing.plan import ProductPlan
 from jax_mx.quantizing.primitive import Op, make_primitive, one_by_one
 from jax_mx.quantizing.reference.activations import gated
@@ -147,18 +148,6 @@ def _normed_reference(x, residual, weight, codes, scales, *, plan: ProductPlan):
     return [y, total]
 
 
-def _batch_rows(primitive: Primitive, args, dims, *, plan: ProductPlan):
-    """Entries of the batch become rows of x and of the residual, where all else is the same."""
-    if any(d is not None for d in dims[2:]):
-        return _batch_each(primitive, args, dims, plan=plan)
-    args = batched(args, dims, range(2, len(args)))
-    size, rows, length = args[0].shape
-    flat = [*(a.reshape(size * rows, length) for a in args[:2]), *args[2:]]
-    fits = plan.op != "normed" or normed_fits(size * rows, length)
-    outs = (primitive.bind if fits else _normed_reference)(*flat, plan=plan)
-    return [a.reshape(size, rows, a.shape[-1]) for a in outs], [0, 0]
-
-
 def _rms_norm_avals(*operands, plan: ProductPlan):
     """The abstract values of y (T, K) and of the sum."""
     return [unsplit("mx_rms_norm", operands, operands[0].shape, plan.dtype) for _ in "ys"]
@@ -167,6 +156,18 @@ def _rms_norm_avals(*operands, plan: ProductPlan):
 def _rms_norm_reference(x, residual, weight, *, plan: ProductPlan):
     total = norms.added(x, residual)
     return [norms.rms_norm(total, weight, plan.eps)[0], total]
+
+
+def _attention_avals(*operands, plan: ProductPlan):
+    """The abstract values of y (B, H D) and of the new keys and values."""
+    x, keys, values, *_ = operands
+    _, _, groups, depth = keys.shape
+    shapes = (x.shape[0], x.shape[1] - 2 * groups * depth), keys.shape, values.shape
+    return [unsplit("mx_attention", operands, shape, plan.dtype) for shape in shapes]
+
+
+def _attention_reference(*operands, plan: ProductPlan):
+    return attended(*operands, scale=plan.scale)
 
 
 def _wgrad_avals(*operands, plan: ProductPlan):
@@ -222,8 +223,9 @@ def _batch_product(primitive: Primitive, args, dims, *, plan: ProductPlan):
 
 OPS = {
     "matmul": Op(_product_avals, matmul, _batch_product),
-    "normed": Op(_normed_avals, _normed_reference, _batch_rows),
-    "rms_norm": Op(_rms_norm_avals, _rms_norm_reference, _batch_rows),
+    "normed": Op(_normed_avals, _normed_reference, _batch_each),
+    "rms_norm": Op(_rms_norm_avals, _rms_norm_reference, _batch_each),
+    "attention": Op(_attention_avals, _attention_reference, _batch_each),
     "matmul_fp8": Op(_product_avals, matmul_fp8, _batch_product),
     "wgrad_fp8": Op(_wgrad_avals, wgrad_fp8, _batch_each),
     "wgrad": Op(_floats_wgrad_avals, wgrad, _batch_floats_wgrad),

@@ -250,7 +250,7 @@ class ProductPlan:
     Attributes:
       op: "matmul", x in floats, "matmul_fp8", x in MX too, or "wgrad_fp8", groups along K;
         "wgrad", the same of floats; "normed", see `ProductKernel`, or "rms_norm", its norm alone;
-        or "amaxes", of x alone.
+        "attention", of a token; or "amaxes", of x alone.
       formats: of the quantized operands, x's before W's.
       dtype: of y.
       grouped: whether the call has sizes of groups; without, all groups have as many rows.
@@ -266,6 +266,7 @@ class ProductPlan:
         the parts of the contracted axis that codes of W lie in, one behind the other.
       fast: see `ProductKernel`.
       eps: of a norm.
+      scale: of an attention's scores.
       narrow: see `facts.product_kernels.ProductKernel`; so is `activation`.
     """
 
@@ -286,6 +287,7 @@ class ProductPlan:
     eps: float = 0.0
     narrow: bool = False
     activation: str = ""
+    scale: float = 0.0
     # What the lowering asks of any plan:
     value_layouts: ClassVar[tuple[ValueLayout, ...]] = ()
     scale_layout: ClassVar[ScaleLayout] = ROW_MAJOR
@@ -315,8 +317,9 @@ class ProductPlan:
     @property
     def scalars(self) -> dict[str, int]:
         """The numbers that a kernel may ask for by name."""
-        if self.op in ("normed", "rms_norm"):
-            return {"eps": int(np.float32(self.eps).view(np.int32))}
+        if self.op in ("normed", "rms_norm", "attention"):
+            floats = {"eps": self.eps, "scale": self.scale}
+            return {name: int(np.float32(f).view(np.int32)) for name, f in floats.items()}
         return {"tiled": sum(is_tiled << i for i, is_tiled in enumerate(self.tiled))}
 
     def product(self, dsl: str) -> ProductKernel:

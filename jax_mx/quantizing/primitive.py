@@ -126,7 +126,7 @@ def _call(
         merge = view.merge
     absent = [signature.number(name) for name in plan.lacks]
     splits = not signature.has_replicated  # see there
-    where = {"merge": merge, "absent": absent, "device": device}
+    where = {"merge": merge, "absent": absent, "device": device, "aliases": signature.aliases}
     return calls.emit(
         ctx, *operands, kernels=kernels, layouts=layouts, batch=batch if splits else None, **where
     )

@@ -77,10 +77,10 @@ def ships(variant: Variant) -> bool:
 def product_ships(product: ProductKernel) -> bool:
     """Whether a kernel of products is on the list: of parts that of weights and activations.
 
-    No recipe multiplies E5M2, which gradients have, by E5M2.
+    No recipe multiplies E5M2, which gradients have, by E5M2, and no weight that is trained has it.
     """
     formats = {*product.formats}
-    is_of_gradients = len(product.formats) == 2 and formats == {MXFP8_E5M2}
+    is_of_gradients = formats == {MXFP8_E5M2} and (len(product.formats) == 2 or product.free)
     return not is_of_gradients and (not product.parted or formats == {MXFP8_E4M3})
 
 

@@ -30,7 +30,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, rang
 from jax_mx.formats.formats import BLOCK
 from jax_mx.launch.rule import Extent, Factor
 from jax_mx.products.cutedsl.products import NO_ADDRESS, ProductEntry, load_shared, vector
-from jax_mx.quantizing.facts.product_kernels import ProductKernel
+from jax_mx.quantizing.facts.product_kernels import RESULTS, ProductKernel
 from jax_mx.quantizing.facts.signatures import EPILOGUE, Array
 from jax_mx.quantizing.kernels.cutedsl import activations, convert
 from jax_mx.quantizing.kernels.cutedsl.kernel import mapped, two_of_block
@@ -147,6 +147,7 @@ class Few(ProductEntry):
         super().__init__(product, arch)
         (self.format,) = product.formats
         self.rows, self.activation = product.rows, product.activation
+        self.dtypes = RESULTS[:1] if self.activation else RESULTS
         self.halves_of_w = 2 if self.activation else 1  # of gates and of ups
         tile = tile or Rings(**self.tuned("Few"))
         self.stages, self.ahead = tile.stages, tile.ahead

@@ -5,10 +5,10 @@ group has its own matrix. Blocks run along K, scales are row-major. Sizes are ru
 Where W is "free", its blocks run along its free axis: y (T, N) = x (T, K) @ W (G, K, N). Groups of
 "wgrad_fp8" have parts of K instead: y (G, T, N) is x (T, K) @ W (N, K)^T over each group's part of
 K. "wgrad" is the same for floats x (T, K) and dy (T, N) that lie transposed, y (G, K, N) over each
-group's rows. "normed" is "matmul" of one group, whose x is normed before. Two are none. "rms_norm"
-is that norm alone. "amaxes" gives the largest magnitudes of the rows and the columns of x (batch,
-T, K): a quantizer of both directions needs these first where products take rows with one scale
-each.
+group's rows. "normed" is "matmul" of one group, whose x is normed before. Three are none.
+"rms_norm" is that norm alone. "attention" is what decoding has between two products. "amaxes" gives
+the largest magnitudes of the rows and the columns of x (batch, T, K): a quantizer of both
+directions needs these first where products take rows with one scale each.
 """
 
 import dataclasses
@@ -35,6 +35,9 @@ TILE = 128  # rows and elements of W that share a scale where its windows are ti
 # kernels do not serve, take another entry of the second.
 DIRECT, FEWEST = 4, 8
 NORMED_UNIT, NORMED_ELEMENTS = 128, 16384  # "normed": of the length of rows; of all at most
+# "attention": the columns of a head, how many heads share keys at most, and up to how many heads of
+# keys, of all rows, the kernel for one row serves.
+ATTENDED_DEPTHS, ATTENDED_HEADS, ATTENDED_BY_ONE = (128, 64), 8, 16
 UNIT = 8  # of x's columns where W is free: zeros fill them up, so that copies can read rows
 
 
@@ -44,9 +47,10 @@ class ProductKernel(Compiled):
 
     Attributes:
       op: "matmul" and "normed", of floats x and codes W; "matmul_fp8" and "wgrad_fp8", of codes and
-        codes; "wgrad", of floats and floats; "rms_norm" and "amaxes", of floats.
+        codes; "wgrad", of floats and floats; "rms_norm", "attention" and "amaxes", of floats.
       formats: of the quantized operands, x's before W's.
-      rows: how many of x's a thread block, or a cluster of two, has at a time.
+      rows: how many of x's a thread block, or a cluster of two, has at a time; of "attention": how
+        many there are about.
       window: how many elements along K share a scale, of both operands, where both are codes;
         "row": all of them.
       tiles: whether `TILE` rows of W share their scales.
@@ -166,6 +170,7 @@ PRODUCTS: tuple[ProductKernel, ...] = (
         for activation in ("", "swiglu")
     ),
     ProductKernel("rms_norm", "cutedsl", (), 1),
+    *(ProductKernel("attention", "cutedsl", (), rows) for rows in (1, FEWEST)),
 )
 
 # On AMD every pair of formats that gfx950's matrix cores take.

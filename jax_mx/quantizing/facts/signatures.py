@@ -43,6 +43,7 @@ class Array:
       optional: whether a call may lack this operand; kernels get a null pointer instead.
       derived: whether it follows from the other operands, so that no caller of the primitive's
         function passes it.
+      updates: of a result, the name of the operand that it replaces where that lies.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Array:
     dtype: str = ""
     optional: bool = False
     derived: bool = False
+    updates: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,12 @@ class Signature:
     def present(self, lacks: Sequence[str]) -> tuple[Array, ...]:
         """The operands of a call that lacks the operands of these names."""
         return tuple(array for array in self.operands if array.name not in lacks)
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """The numbers of operands that a result replaces, and the results' among results."""
+        found = enumerate(array.updates for array in self.results)
+        return {self.number(operand): result for result, operand in found if operand}
 
     @property
     def has_source(self) -> bool:
@@ -172,29 +180,41 @@ def _matmul(modes: Sequence[Mode]) -> Signature:
     )
 
 
+# What a norm of a sum takes and gives.
+_OF_SUM = (
+    Array("x", Role.FLOATS),
+    Array("residual", Role.FLOATS),
+    Array("weights", Role.REPLICATED, dtype="bfloat16"),
+)
+_AND_SUM = (Array("y", Role.FLOATS), Array("sum", Role.FLOATS))
+
+
 def _normed(modes: Sequence[Mode]) -> Signature:
     del modes
-    return Signature(
-        operands=(
-            Array("x", Role.FLOATS),
-            Array("residual", Role.FLOATS),
-            Array("weights", Role.REPLICATED, dtype="bfloat16"),
-            Array("codes", Role.CODES),
-            Array("scales", Role.SCALES),
-        ),
-        results=(Array("y", Role.FLOATS), Array("sum", Role.FLOATS)),
-    )
+    return Signature((*_OF_SUM, Array("codes", Role.CODES), Array("scales", Role.SCALES)), _AND_SUM)
 
 
 def _rms_norm(modes: Sequence[Mode]) -> Signature:
     del modes
+    return Signature(_OF_SUM, _AND_SUM)
+
+
+def _attention(modes: Sequence[Mode]) -> Signature:
+    del modes
     return Signature(
         operands=(
             Array("x", Role.FLOATS),
-            Array("residual", Role.FLOATS),
-            Array("weights", Role.REPLICATED, dtype="bfloat16"),
+            Array("keys", Role.FLOATS),
+            Array("values", Role.FLOATS),
+            Array("position", Role.REPLICATED, dtype="int32"),
+            Array("cos", Role.REPLICATED, dtype="float32"),
+            Array("sin", Role.REPLICATED, dtype="float32"),
         ),
-        results=(Array("y", Role.FLOATS), Array("sum", Role.FLOATS)),
+        results=(
+            Array("y", Role.FLOATS),
+            Array("new_keys", Role.FLOATS, updates="keys"),
+            Array("new_values", Role.FLOATS, updates="values"),
+        ),
     )
 
 
@@ -248,6 +268,7 @@ SIGNATURES: Mapping[str, Callable[[Sequence[Mode]], Signature]] = {
     "matmul": _matmul,
     "normed": _normed,
     "rms_norm": _rms_norm,
+    "attention": _attention,
     "matmul_fp8": _matmul_fp8,
     "wgrad_fp8": _wgrad_fp8,
     "wgrad": _wgrad,
