@@ -81,7 +81,7 @@ def write(folder: Path, size: str) -> None:
 def empty_cache(config, batch, length):
     """Keys and values (B, length, heads, D) of each layer."""
     shape = batch, length, config["num_key_value_heads"], config["head_dim"]
-    return [(jnp.zeros(shape, jnp.bfloat16),) * 2] * config["num_hidden_layers"]
+    return [tuple(jnp.zeros((2, *shape), jnp.bfloat16)) for _ in range(config["num_hidden_layers"])]
 
 
 def norm(config, x, weight):

@@ -169,6 +169,51 @@ def test_a_chain_is_its_steps(lead):
             assert_bits_equal(a[0], b)
 
 
+@pytest.mark.parametrize("within", ["jit", "checkpoint", "scan"])
+def test_derivatives_where_all_arrays_are_traced(within):
+    """A rule that is run later may keep none of the trace's arrays: weights, positions."""
+    args, its, weights = arrays()
+
+    def loss(args, its, weights):
+        return sum(a.astype(jnp.float32).sum() for a in jax.tree.leaves(layer(args, its, weights)))
+
+    def over_tokens(args, its, weights):
+        every = jax.tree.map(lambda a: jnp.stack([a, a]), (its, weights))
+        each = lambda total, one: (total + loss(args, *one), None)  # noqa: E731
+        return jax.lax.scan(each, 0.0, every)[0] / 2
+
+    way = {"jit": jax.jit(loss), "checkpoint": jax.checkpoint(loss), "scan": over_tokens}[within]
+    want = jax.grad(loss)(args, its, weights)
+    for outer in (lambda f: f, jax.jit):
+        got = outer(jax.grad(way))(args, its, weights)
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            assert_bits_equal(a, b)
+
+
+def test_gradients_meet_nothing_behind_the_token():
+    _, (keys, values, *rest), _ = arrays(cache=(2, 24, 2, 96), dtype=jnp.float32)
+    x = jax.random.normal(jax.random.key(0), (2, 8 * 96))
+    behind = jnp.arange(24)[:, None, None] > rest[0][:, None, None, None]
+    poisoned = [jnp.where(behind, jnp.nan, a) for a in (keys, values)]
+    grad = jax.grad(lambda x, *its: (attending(x, *its)[0] ** 2).sum(), (0, 1))
+    clean, got = grad(x, keys, values, *rest), grad(x, *poisoned, *rest)
+    for a, b in zip(got, clean, strict=True):
+        assert_bits_equal(a, b)
+
+
+def test_positions_of_64_bits_end_at_the_cache():
+    args, its, _ = arrays((1,), (1, 24, 2, 64))
+    x = jnp.ones((1, 8 * 64), BF16)
+    want = attending(x, *its[:2], 23, *its[3:])
+    for position in (np.int64(2**40), np.array([2**63 - 1]), 2**40, np.uint64(2**32 + 3), 24):
+        got = attending(x, *its[:2], position, *its[3:])
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            assert_bits_equal(a, b)
+    ways = (attending(x, *its[:2], position, *its[3:]) for position in (np.int8(-5), 0))
+    for a, b in zip(*map(jax.tree.leaves, ways), strict=True):
+        assert_bits_equal(a, b)
+
+
 def test_a_chain_whose_attention_has_no_kernel():
     args, its, weights = arrays(cache=(2, 24, 2, 96))
     text = str(jax.make_jaxpr(lambda *args: layer(args, its, weights))(*args))
@@ -181,23 +226,35 @@ def test_a_chain_whose_attention_has_no_kernel():
 def test_devices_have_heads_of_their_own():
     args, its, weights = arrays(cache=(2, 24, 4, 64), heads=8)
     want = jax.tree.leaves(layer(args, its, weights))
-    for axis_type in (AxisType.Auto, AxisType.Explicit):
-        mesh = jax.make_mesh((4,), ("tensor",), axis_types=(axis_type,))
-        if axis_type == AxisType.Explicit:
-            x = jnp.ones((2, 16 * 64), BF16)
-            place = NamedSharding(mesh, P())
-            got = jax.jit(attending)(*(jax.device_put(a, place) for a in (x, *its)))
-            for a, b in zip(*map(jax.tree.leaves, (got, attending(x, *its))), strict=True):
+    mesh = jax.make_mesh((4,), ("tensor",), axis_types=(AxisType.Auto,))
+    split, whole = NamedSharding(mesh, P(None, None, "tensor")), NamedSharding(mesh, P())
+    placed = [jax.device_put(a, split) for a in its[:2]]
+    rest = [jax.device_put(a, whole) for a in its[2:]]
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(layer, weights=weights))(args, (*placed, *rest))
+    for a, b in zip(jax.tree.leaves(got), want, strict=True):
+        a, b = (np.asarray(z, np.float32) for z in (a, b))
+        np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("axis", [None, "batch", "heads"])
+def test_explicit_meshes(axis):
+    """Caches that lie whole, or split by rows or heads."""
+    _, its, _ = arrays(cache=(4, 24, 4, 64), heads=8)
+    x = jax.random.normal(jax.random.key(0), (4, 16 * 64)).astype(BF16)
+    want = jax.tree.leaves(attending(x, *its[:2], 5, its[3][0], its[4][0]))
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    specs = {None: (P(), P()), "batch": (P("d"), P("d")), "heads": (P(), P(None, None, "d"))}[axis]
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, spec))
+        for a, spec in zip((x, *its[:2]), (specs[0], specs[1], specs[1]), strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        calls = [placed] if axis else [placed, [x, *its[:2]]]
+        for arrays_ in calls:
+            got = attending(*arrays_, 5, its[3][0], its[4][0])
+            for a, b in zip(jax.tree.leaves(got), want, strict=True):
                 assert_bits_equal(a, b)
-            continue
-        split, whole = NamedSharding(mesh, P(None, None, "tensor")), NamedSharding(mesh, P())
-        placed = [jax.device_put(a, split) for a in its[:2]]
-        rest = [jax.device_put(a, whole) for a in its[2:]]
-        with jax.set_mesh(mesh):
-            got = jax.jit(functools.partial(layer, weights=weights))(args, (*placed, *rest))
-        for a, b in zip(jax.tree.leaves(got), want, strict=True):
-            a, b = (np.asarray(z, np.float32) for z in (a, b))
-            np.testing.assert_allclose(a, b, rtol=0.02, atol=0.02)
 
 
 def test_what_it_refuses():
@@ -214,16 +271,21 @@ def test_what_it_refuses():
         (
             {"keys": keys[0]},
             ValueError,
-            r"step 0: keys must be \(B, L, G, D\) with an even D, got ",
+            r"step 0: keys must be \(B, L, G, D\) with an even D and no zeros, got ",
         ),
-        ({"keys": jnp.ones((2, 3, 1, 5))}, ValueError, "with an even D, got "),
+        ({"keys": jnp.ones((2, 3, 1, 5))}, ValueError, "with an even D and no zeros, got "),
         ({"values": values[:, :5]}, ValueError, "values must be bfloat16 .* as keys are, got "),
         ({"values": values.astype(jnp.float32)}, ValueError, "as keys are, got float32"),
         (
             {"position": 3.0},
-            ValueError,
+            TypeError,
             r"position must be an integer or integers \(2,\), got float",
         ),
+        ({"position": None}, TypeError, r"integers \(2,\), got None"),
+        ({"position": 2**70}, TypeError, "position must be an integer or integers"),
+        ({"scale": "1"}, TypeError, "scale must be a finite number or None, got '1'"),
+        ({"scale": np.inf}, ValueError, "scale must be a finite number or None, got inf"),
+        ({"x": jnp.bfloat16(1)}, ValueError, r"x \(\) has 1; each row"),
         ({"position": position[:1]}, ValueError, r"integers \(2,\), got int32 \(1,\)"),
         (
             {"cos": cos[:, :5]},

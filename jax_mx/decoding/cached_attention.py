@@ -1,6 +1,7 @@
 """`CachedAttention`: a step of a chain that is the attention of a token to a cache."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,11 @@ from jax_mx.quantizing.facts.product_kernels import (
 from jax_mx.quantizing.plan import ProductPlan
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["keys", "values", "position", "cos", "sin"],
+    meta_fields=["scale"],
+)
 @dataclasses.dataclass(frozen=True)
 class CachedAttention:
     """A step of `matmul_chain`: the attention of one token to those before it and to itself.
@@ -32,7 +38,7 @@ class CachedAttention:
     It takes rows of queries, then a key and then a value for each of G heads, (H + 2 G) D columns.
     It turns queries and keys by the angles of their position: elements i and i + D / 2 of a head
     are a pair. It puts the token's key and value into the cache, and gives H D columns. Scores and
-    sums have float32, the weights of values x's dtype.
+    sums have float32, and the weights of values are rounded to x's dtype. It is a pytree.
 
     On Hopper it joins a call of `matmul_chain` for caches in bfloat16 whose D is 64 or 128, where
     up to 8 heads of queries share keys. The call writes the caches where they lie if the program
@@ -72,10 +78,15 @@ class Attention(NamedTuple):
         """Its arrays that have derivatives."""
         return [self.keys, self.values, self.cos, self.sin]
 
-    def with_floats(self, floats: Sequence[jax.Array]) -> "Attention":
-        """The same of others."""
+    @property
+    def constants(self) -> list[jax.Array]:
+        """Its other arrays."""
+        return [self.position]
+
+    def of(self, floats: Sequence[jax.Array], constants: Sequence[jax.Array]) -> "Attention":
+        """The same of other arrays."""
         keys, values, cos, sin = floats
-        return self._replace(keys=keys, values=values, cos=cos, sin=sin)
+        return Attention(self.name, keys, values, constants[0], cos, sin, self.scale)
 
     @property
     def operands(self) -> list[jax.Array]:
@@ -85,32 +96,29 @@ class Attention(NamedTuple):
     def lines(self, state: State, eps: float) -> State:
         """The lines that it stands for."""
         del eps
-        lead, length = state.x.shape[:-1], state.x.shape[-1]
         float_dtype(self.name, "x", state.x.dtype)
-        self._heads(lead, length)
+        if error := self._unfit(state.x.shape):
+            raise ValueError(error)
+        lead, length = state.x.shape[:-1], state.x.shape[-1]
         rows = state.x.reshape(-1, length)
         y, *cache = attended(rows, *self.operands, scale=self.scale)
         return State(y.reshape(*lead, -1), state.residual, (*state.caches, (cache[0], cache[1])))
 
-    def _heads(self, lead: tuple[int, ...], length: int) -> int:
-        """The heads of queries that an x of so many columns has.
-
-        Raises:
-          ValueError: it does not fit the cache.
-        """
+    def _unfit(self, shape: tuple[int, ...]) -> str:
+        """Why an x of a shape does not fit the cache; empty where it does."""
         batch, _, groups, depth = self.keys.shape
-        if math.prod(lead) != batch:
-            raise ValueError(
-                f"{self.name}: keys have {batch} rows, x {(*lead, length)} has {math.prod(lead)}; "
+        if not shape or math.prod(shape[:-1]) != batch:
+            return (
+                f"{self.name}: keys have {batch} rows, x {shape} has {math.prod(shape[:-1])}; "
                 "each row of x is a token, which has a row of the cache"
             )
-        heads, rest = divmod(length - 2 * groups * depth, depth)
+        heads, rest = divmod(shape[-1] - 2 * groups * depth, depth)
         if rest or heads < 1 or heads % groups:
-            raise ValueError(
-                f"{self.name}: x has {length} columns; of keys {self.keys.shape} it needs (H + "
+            return (
+                f"{self.name}: x has {shape[-1]} columns; of keys {self.keys.shape} it needs (H + "
                 f"{2 * groups}) * {depth}, for H heads of queries, a multiple of {groups}"
             )
-        return heads
+        return ""
 
     def length_behind(self, length: int) -> int:
         """The columns of its result, of an x that has so many."""
@@ -119,10 +127,15 @@ class Attention(NamedTuple):
     def plans(self, state: State, length: int, eps: float) -> list[ProductPlan]:
         """The plan of its kernel, of an x of so many columns; none where there is none."""
         del eps
-        heads = self._heads(state.x.shape[:-1], length)
+        if any(map(is_symbolic, self.keys.shape)) or not is_plain(*self.floats[:2]):
+            return []
         _, _, groups, depth = self.keys.shape
-        fits = heads <= ATTENDED_HEADS * groups and depth in ATTENDED_DEPTHS
-        if any(map(is_symbolic, self.keys.shape)) or not (fits and is_plain(*self.floats[:2])):
+        most = (ATTENDED_HEADS + 2) * groups * depth
+        if (
+            length > most
+            or depth not in ATTENDED_DEPTHS
+            or self._unfit((*state.x.shape[:-1], length))
+        ):
             return []
         rows = 1 if self.keys.shape[0] * groups <= ATTENDED_BY_ONE else FEWEST
         return [ProductPlan("attention", (), state.x.dtype, False, rows, scale=self.scale)]
@@ -138,47 +151,74 @@ def attention_of(name: str, step: CachedAttention) -> Attention:
     Raises:
       TypeError, ValueError: it is none, or its arrays do not.
     """
-    keys, values = (_floats(name, word, getattr(step, word)) for word in ("keys", "values"))
-    if keys.ndim != 4 or keys.shape[3] % 2 or 0 in keys.shape:
-        raise ValueError(f"{name}: keys must be (B, L, G, D) with an even D, got {keys.shape}")
+    keys, values = (array_of(name, word, getattr(step, word)) for word in ("keys", "values"))
+    if keys.ndim != 4 or keys.shape[3] % 2 or 0 in keys.shape[1:]:
+        raise ValueError(
+            f"{name}: keys must be (B, L, G, D) with an even D and no zeros, got {keys.shape}"
+        )
     if (values.shape, values.dtype) != (keys.shape, keys.dtype):
         raise ValueError(
             f"{name}: values must be {keys.dtype} {keys.shape} as keys are, got {values.dtype} "
             f"{values.shape}"
         )
-    position = jnp.asarray(step.position)
-    if not jnp.issubdtype(position.dtype, jnp.integer) or position.shape not in (
-        (),
-        keys.shape[:1],
-    ):
-        raise ValueError(
-            f"{name}: position must be an integer or integers ({keys.shape[0]},), got "
-            f"{position.dtype} {position.shape}"
-        )
+    position = _position_of(name, step.position, keys)
     half = keys.shape[3] // 2
     turn = []
     for word in ("cos", "sin"):
-        angles = array_of(name, word, getattr(step, word)).astype(jnp.float32)
+        angles = getattr(step, word)
+        if getattr(angles, "dtype", None) == np.float64:
+            angles = angles.astype(np.float32)
+        angles = array_of(name, word, angles).astype(jnp.float32)
         if angles.shape not in ((half,), (1, half), (keys.shape[0], half)):
             raise ValueError(
                 f"{name}: {word} must be ({half},) or ({keys.shape[0]}, {half}) for keys "
                 f"{keys.shape}, got {angles.shape}"
             )
         turn.append(jnp.broadcast_to(angles, (keys.shape[0], half)))
-    if position.dtype.itemsize > 4 or position.dtype == jnp.uint32:  # else int32 has them all
-        position = jnp.clip(position, 0, keys.shape[1] - 1)
-    position = position.astype(jnp.int32)
+    return Attention(name, keys, values, position, turn[0], turn[1], _scale_of(name, step, keys))
+
+
+def _position_of(name: str, position: Any, keys: jax.Array) -> jax.Array:
+    """The int32 (B,) that a position is, within the cache or at least within int32.
+
+    Raises:
+      TypeError, ValueError: it is none.
+    """
+    batch, length = keys.shape[:2]
+    if isinstance(position, int | np.integer | np.ndarray) and not is_symbolic(length):
+        host = np.asarray(position)
+        if host.dtype.kind in "iu":  # before JAX cuts 64 bits
+            wide = host if host.dtype == np.uint64 else host.astype(np.int64)
+            position = np.clip(wide, 0, length - 1)
     try:
-        scale = float(np.float32(keys.shape[3] ** -0.5 if step.scale is None else step.scale))
+        places = jnp.asarray(position)
+    except (TypeError, ValueError, OverflowError):
+        places = None
+    integers = places is not None and jnp.issubdtype(places.dtype, jnp.integer)
+    if places is None or not integers or places.shape not in ((), (batch,)):
+        value = shown(position) if places is None else f"{places.dtype} {places.shape}"
+        sentence = f"{name}: position must be an integer or integers ({batch},), got {value}"
+        raise TypeError(sentence) if not integers else ValueError(sentence)
+    if places.dtype.itemsize > 4 or places.dtype == jnp.uint32:  # else int32 has them all
+        places = jnp.clip(places, 0, length - 1)
+    return jnp.broadcast_to(places.astype(jnp.int32), (batch,))
+
+
+def _scale_of(name: str, step: CachedAttention, keys: jax.Array) -> float:
+    """The scale of scores, as float32 has it.
+
+    Raises:
+      TypeError, ValueError: it is no number, or not finite.
+    """
+    sentence = f"{name}: scale must be a finite number or None, got {shown(step.scale)}"
+    if step.scale is None:
+        return float(np.float32(keys.shape[3] ** -0.5))
+    if isinstance(step.scale, str | bool):
+        raise TypeError(sentence)
+    try:
+        scale = float(step.scale)
     except (TypeError, ValueError) as error:
-        sentence = f"{name}: scale must be a number or None, got {shown(step.scale)}"
         raise TypeError(sentence) from error
-    places = jnp.broadcast_to(position, keys.shape[:1])
-    return Attention(name, keys, values, places, turn[0], turn[1], scale)
-
-
-def _floats(name: str, word: str, x: Any) -> jax.Array:
-    """An array of floats that a caller passes."""
-    array = array_of(name, word, x)
-    float_dtype(name, word, array.dtype)
-    return array
+    if not abs(scale) <= float(np.finfo(np.float32).max):
+        raise ValueError(sentence)
+    return float(np.float32(scale))

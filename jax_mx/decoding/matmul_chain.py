@@ -1,5 +1,6 @@
 """`normed_matmul` and `matmul_chain`: what a layer computes where a few tokens are decoded."""
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -223,20 +224,27 @@ def _by_kernels(
     count = len(floats)
     outs[:count] = [y.reshape(*x.shape[:-1], -1) for y in outs[:count]]
     leaves = [[*floats], *(step.floats for step in steps)]
+    args = [*itertools.chain(*leaves)]
+    others = [*map(jax.lax.stop_gradient, itertools.chain(*(step.constants for step in steps)))]
 
-    def lines(*args: jax.Array) -> list[jax.Array]:
-        rest = iter(args)
+    def lines(constants: list[jax.Array], *args: jax.Array) -> list[jax.Array]:
+        rest, of_steps = iter(args), iter(constants)
         (x, *total), *again = [[next(rest) for _ in some] for some in leaves]
         now = State(x, total[0] if total else None)
         for step, its in zip(steps, again, strict=True):
-            now = step.with_floats(its).lines(now, eps)
+            here = step.of(its, [next(of_steps) for _ in step.constants])
+            now = here.lines(now, eps)
         return [now.x, *([now.residual] if total else []), *itertools.chain(*now.caches)]
 
-    def tangents_of(_: Any, args: list, tangents: list) -> Any:
-        moves = [jnp.zeros_like(a) if t is None else t for a, t in zip(args, tangents, strict=True)]
-        return jax.jvp(lines, args, moves)[1]
+    def tangents_of(_: Any, every: list, tangents: list) -> Any:
+        # No array of a trace that is over is here: all come as arguments.
+        args, constants = every[:moving], every[moving:]
+        pairs = zip(args, tangents, strict=False)
+        moves = [jnp.zeros_like(a) if t is None else t for a, t in pairs]
+        return jax.jvp(functools.partial(lines, constants), args, moves)[1]
 
-    y, *more = derivatives.derived(outs, [*itertools.chain(*leaves)], tangents_of)
+    moving = len(args)
+    y, *more = derivatives.derived(outs, [*args, *others], tangents_of)
     if has_norm:
         residual, *more = more
     return State(y, residual, (*caches, *zip(more[::2], more[1::2], strict=True)))

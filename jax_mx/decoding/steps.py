@@ -45,9 +45,15 @@ class Product(NamedTuple):
         """Its arrays that have derivatives."""
         return [] if self.weight is None else [self.weight]
 
-    def with_floats(self, floats: Sequence[jax.Array]) -> "Product":
-        """The same of others."""
-        return self._replace(weight=floats[0]) if floats else self
+    @property
+    def constants(self) -> list[jax.Array]:
+        """Its other arrays."""
+        return jax.tree.leaves(self.w)
+
+    def of(self, floats: Sequence[jax.Array], constants: Sequence[jax.Array]) -> "Product":
+        """The same of other arrays."""
+        w = jax.tree.unflatten(jax.tree.structure(self.w), constants)
+        return self._replace(w=w, weight=floats[0] if floats else None)
 
     @property
     def operands(self) -> list[jax.Array]:

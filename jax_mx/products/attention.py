@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from jax_mx.formats.sharding import is_explicit
+
 
 def attended(
     x: jax.Array,
@@ -29,21 +31,30 @@ def attended(
       y (B, H D), and keys and values with the token's own.
     """
     batch, length, groups, depth = keys.shape
-    rows = x.reshape(batch, -1, depth)
-    heads = rows.shape[1] - 2 * groups
+    heads = x.shape[1] // depth - 2 * groups
+    rows = x.reshape(batch, heads + 2 * groups, depth)
     q, k, v = jnp.split(rows, [heads, heads + groups], 1)
-    put = jax.vmap(jax.lax.dynamic_update_index_in_dim, (0, 0, 0, None))
     position = jnp.clip(position, 0, length - 1)
-    keys = put(keys, _turned(k, cos, sin).astype(keys.dtype), position, 0)
-    values = put(values, v.astype(values.dtype), position, 0)
+    keys = _put(keys, _turned(k, cos, sin).astype(keys.dtype), position)
+    values = _put(values, v.astype(values.dtype), position)
     q = _turned(q, cos, sin).reshape(batch, groups, heads // groups, depth)
-    there = (jnp.arange(length) <= position[:, None])[:, None, None]
-    scores = _sums("bgrd,blgd->bgrl", q, keys.astype(q.dtype))
-    weights = jax.nn.softmax(jnp.where(there, scores * scale, -jnp.inf), -1)
-    # A cache may have NaN behind the token.
-    kept = jnp.where(there.reshape(batch, length, 1, 1), values, 0)
-    y = _sums("bgrl,blgd->bgrd", weights.astype(x.dtype), kept.astype(x.dtype))
-    return [y.astype(x.dtype).reshape(batch, -1), keys, values]
+    there = jnp.arange(length, dtype=jnp.int32)[None] <= position[:, None]
+    # A cache may have NaN behind the token, which no sum and no derivative meets.
+    own = [jnp.where(there[..., None, None], a, 0).astype(x.dtype) for a in (keys, values)]
+    scores = _sums("bgrd,blgd->bgrl", q, own[0]) * scale
+    weights = jax.nn.softmax(jnp.where(there[:, None, None], scores, -jnp.inf), -1)
+    y = _sums("bgrl,blgd->bgrd", weights.astype(x.dtype), own[1])
+    return [y.astype(x.dtype).reshape(batch, heads * depth), keys, values]
+
+
+def _put(cache: jax.Array, rows: jax.Array, position: jax.Array) -> jax.Array:
+    """A cache (B, L, G, D) with (B, G, D) at a position for each row."""
+    meshes = jax.typeof(rows).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if any(map(is_explicit, meshes)):  # where a slice must be split as the whole is
+        places = jnp.arange(cache.shape[1], dtype=jnp.int32)[None]
+        return jnp.where((places == position[:, None])[..., None, None], rows[:, None], cache)
+    put = jax.vmap(jax.lax.dynamic_update_index_in_dim, (0, 0, 0, None))
+    return put(cache, rows, position, 0)
 
 
 def _turned(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
