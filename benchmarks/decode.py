@@ -1,7 +1,7 @@
 """A decoding step of Llama-3-8B's shapes, weights in MX beside bfloat16.
 
-The model is that of examples/serve.py: 32 layers and the logits, random weights, a KV cache of 512.
-Each row is one way and batch: milliseconds of a token in one program that generates several, on the
+The model is that of examples/serve.py: 32 layers and the logits, random weights, a KV cache of 512
+tokens or, where `--there` wants more, of a multiple. Each row is one way and batch: milliseconds of a token in one program that generates several, on the
 host's clock. "ratio" is to bfloat16 with layers as a list; "bf16, scan" goes over stacked ones.
 """
 
@@ -22,7 +22,7 @@ from benchmarks import program, timing
 from benchmarks.runner import Args, Case, Row, repeats
 from examples import random_llama, serve
 
-LENGTH, START, TOKENS = 512, 100, 64  # of the cache; tokens that are there; that a program makes
+TOKENS = 64  # that a program makes
 WAYS: Mapping[str, str] = {
     "bf16": "",
     "bf16, scan": "",
@@ -33,8 +33,9 @@ show = Console(width=120).print
 
 
 def options(add: Callable[..., Any]) -> None:
-    """Batches, and what is shown."""
+    """Batches, tokens, and what is shown."""
     add("--batches", type=int, nargs="+", default=[1, 8, 64])
+    add("--there", type=int, default=100, help="tokens that are in the cache before")
     add("--layers", type=int, default=random_llama.SIZES["8b"]["num_hidden_layers"])
     add("--profile", action="store_true", help="print where the time goes, by kernel")
     add("--lower", action="store_true", help="only lower for CUDA, here")
@@ -106,7 +107,7 @@ def stacked(layers: list[Any]) -> Any:
     return trees[0].unflatten([jnp.stack(columns.pop(0)) for _ in range(len(columns))])
 
 
-def generator(config: Mapping[str, Any], forward: Callable[..., Any]) -> Any:
+def generator(config: Mapping[str, Any], forward: Callable[..., Any], there: int) -> Any:
     """A jitted program (model, cache, tokens) of so many steps; the cache is donated."""
 
     def generate(model: Any, cache: Any, tokens: jax.Array) -> Any:
@@ -116,7 +117,7 @@ def generator(config: Mapping[str, Any], forward: Callable[..., Any]) -> Any:
                 logits, cache = forward(config, model, cache, tokens[:, None], position)
             return (cache, logits.argmax(-1).astype(jnp.int32)), None
 
-        return jax.lax.scan(step, (cache, tokens), START + jnp.arange(TOKENS))[0]
+        return jax.lax.scan(step, (cache, tokens), there + jnp.arange(TOKENS))[0]
 
     return jax.jit(generate, donate_argnums=1)
 
@@ -127,12 +128,12 @@ def measured(config: Mapping[str, Any], way: str, format: str, batch: int, args:
 
     def arrays() -> Any:
         model, cache = model_of(config, format, jax.random.key(0)), None
-        cache = serve.empty_cache(config, batch, LENGTH)
+        cache = serve.empty_cache(config, batch, -(-(args.there + TOKENS) // 512) * 512)
         if is_scan:
             model["layers"], cache = stacked(model["layers"]), stacked(cache)
         return model, jax.tree.map(jnp.copy, cache), jnp.zeros(batch, jnp.int32)
 
-    program_of = generator(config, scanned if is_scan else serve.forward)
+    program_of = generator(config, scanned if is_scan else serve.forward, args.there)
     try:
         if args.lower:
             return lowered(program_of, arrays)
