@@ -1,8 +1,9 @@
 """A decoding step of Llama-3-8B's shapes, weights in MX beside bfloat16.
 
 The model is that of examples/serve.py: 32 layers and the logits, random weights, a KV cache of 512
-tokens or, where `--there` wants more, of a multiple. Each row is one way and batch: milliseconds of a token in one program that generates several, on the
-host's clock. "ratio" is to bfloat16 with layers as a list; "bf16, scan" goes over stacked ones.
+tokens or, where `--there` wants more, of a multiple. Each row is one way and batch: milliseconds of
+a token in one program that generates several, on the host's clock. "ratio" is to bfloat16 with
+layers as a list; "bf16, scan" goes over stacked ones.
 """
 
 from __future__ import annotations
