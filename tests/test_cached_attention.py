@@ -202,7 +202,7 @@ def test_gradients_meet_nothing_behind_the_token():
 
 
 def test_positions_of_64_bits_end_at_the_cache():
-    args, its, _ = arrays((1,), (1, 24, 2, 64))
+    _, its, _ = arrays((1,), (1, 24, 2, 64))
     x = jnp.ones((1, 8 * 64), BF16)
     want = attending(x, *its[:2], 23, *its[3:])
     for position in (np.int64(2**40), np.array([2**63 - 1]), 2**40, np.uint64(2**32 + 3), 24):
