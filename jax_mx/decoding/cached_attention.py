@@ -12,7 +12,6 @@ import numpy as np
 
 from jax_mx.decoding.steps import State, is_plain
 from jax_mx.formats.checks import array_of, float_dtype, is_symbolic, shown
-from jax_mx.products.attention import attended
 from jax_mx.quantizing.facts.product_kernels import (
     ATTENDED_BY_ONE,
     ATTENDED_DEPTHS,
@@ -20,6 +19,7 @@ from jax_mx.quantizing.facts.product_kernels import (
     FEWEST,
 )
 from jax_mx.quantizing.plan import ProductPlan
+from jax_mx.quantizing.reference.attention import attended
 
 
 @functools.partial(

@@ -18,13 +18,13 @@ from jax_mx.launch import calls
 from jax_mx.launch.private import define
 from jax_mx.launch.targets import target_of
 from jax_mx.norms.rms_norm import rms_norm
-from jax_mx.products.attention import attended
 from jax_mx.products.dot_general import einsum
 from jax_mx.products.primitives import OPS
 from jax_mx.quantizing.gated import gated
 from jax_mx.quantizing.mxarray import MXArray
 from jax_mx.quantizing.plan import ProductPlan
 from jax_mx.quantizing.primitive import kernels_by_itself, no_derivative
+from jax_mx.quantizing.reference.attention import attended
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,11 +20,11 @@ from jax_mx.formats.views import padded
 from jax_mx.launch.calls import batched
 from jax_mx.launch.private import unsplit, vary_alike
 from jax_mx.norms import reference as norms
-from jax_mx.products.attention import attended
 from jax_mx.quantizing.facts.product_kernels import DIRECT, FEWEST, UNIT
 from jax_mx.quantizing.plan import ProductPlan
 from jax_mx.quantizing.primitive import Op, make_primitive, one_by_one
 from jax_mx.quantizing.reference.activations import gated
+from jax_mx.quantizing.reference.attention import attended
 
 
 # ---- what they compute: operands as float32, sums in float32 ---
