@@ -36,25 +36,16 @@ def config_of(folder) -> dict:
     if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise SystemExit(f"serve.py: {folder} scales positions by {scaling!r}, which it cannot do")
     heads = config["num_attention_heads"]
-    return {
-        "head_dim": config["hidden_size"] // heads,
-        "num_key_value_heads": heads,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
-        **config,
-        **rope,
-    }
+    assumed = {"head_dim": config["hidden_size"] // heads, "num_key_value_heads": heads}
+    return assumed | {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0} | config | rope
 
 
 def write(folder: Path, size: str) -> None:
     """Random weights with a Llama's names, in MXFP4 as compressed-tensors keeps it."""
     width, inner, layers, d, heads, groups, vocabulary, *_ = SIZES[size].values()
-    shapes = {
-        "q_proj": (heads * d, width),
-        "k_proj": (groups * d, width),
-        "o_proj": (width, heads * d),
-    }
-    shapes |= {"gate_proj": (inner, width), "down_proj": (width, inner)}
+    shapes = {"q_proj": (heads * d, width), "k_proj": (groups * d, width)}
+    shapes |= {"o_proj": (width, heads * d), "gate_proj": (inner, width)}
+    shapes["down_proj"] = width, inner
     alike = {"v_proj": "k_proj", "up_proj": "gate_proj"}
     config = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     folder.mkdir(parents=True, exist_ok=True)
