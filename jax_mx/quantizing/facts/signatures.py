@@ -87,8 +87,8 @@ class Signature:
     @property
     def aliases(self) -> dict[int, int]:
         """The numbers of operands that a result replaces, and the results' among results."""
-        found = enumerate(array.updates for array in self.results)
-        return {self.number(operand): result for result, operand in found if operand}
+        replaced = enumerate(array.updates for array in self.results)
+        return {self.number(operand): result for result, operand in replaced if operand}
 
     @property
     def has_source(self) -> bool:

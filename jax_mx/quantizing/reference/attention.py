@@ -40,10 +40,10 @@ def attended(
     q = _turned(q, cos, sin).reshape(batch, groups, heads // groups, depth)
     there = jnp.arange(length, dtype=jnp.int32)[None] <= position[:, None]
     # A cache may have NaN behind the token, which no sum and no derivative meets.
-    own = [jnp.where(there[..., None, None], a, 0).astype(x.dtype) for a in (keys, values)]
-    scores = _sums("bgrd,blgd->bgrl", q, own[0]) * scale
+    until = [jnp.where(there[..., None, None], a, 0).astype(x.dtype) for a in (keys, values)]
+    scores = _sums("bgrd,blgd->bgrl", q, until[0]) * scale
     weights = jax.nn.softmax(jnp.where(there[:, None, None], scores, -jnp.inf), -1)
-    y = _sums("bgrl,blgd->bgrd", weights.astype(x.dtype), own[1])
+    y = _sums("bgrl,blgd->bgrd", weights.astype(x.dtype), until[1])
     return [y.astype(x.dtype).reshape(batch, heads * depth), keys, values]
 
 
