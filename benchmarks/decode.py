@@ -128,11 +128,11 @@ def measured(config: Mapping[str, Any], way: str, format: str, batch: int, args:
     is_scan = way.endswith("scan")
 
     def arrays() -> Any:
-        model, cache = model_of(config, format, jax.random.key(0)), None
+        model = model_of(config, format, jax.random.key(0))
         cache = serve.empty_cache(config, batch, -(-(args.there + TOKENS) // 512) * 512)
         if is_scan:
             model["layers"], cache = stacked(model["layers"]), stacked(cache)
-        return model, jax.tree.map(jnp.copy, cache), jnp.zeros(batch, jnp.int32)
+        return model, cache, jnp.zeros(batch, jnp.int32)
 
     program_of = generator(config, scanned if is_scan else serve.forward, args.there)
     try:

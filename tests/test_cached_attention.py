@@ -93,11 +93,11 @@ def test_it_attends_as_defined(lead, cache, heads, dtype):
         rows = np.asarray(y, np.float64).reshape(cache[0], -1)
         np.testing.assert_allclose(rows, want[0], rtol=4 * eps, atol=8 * eps)
         for got, before, expected in zip(cached, poisoned, want[1:], strict=True):
-            own = np.arange(cache[1]) == np.array(its[2])[:, None]
-            assert_bits_equal(np.asarray(got)[~own], np.asarray(before)[~own])
-            expected = np.asarray(expected[own], np.float64)
+            at_token = np.arange(cache[1]) == np.array(its[2])[:, None]
+            assert_bits_equal(np.asarray(got)[~at_token], np.asarray(before)[~at_token])
+            expected = np.asarray(expected[at_token], np.float64)
             np.testing.assert_allclose(
-                np.asarray(got, np.float64)[own], expected, rtol=eps, atol=eps
+                np.asarray(got, np.float64)[at_token], expected, rtol=eps, atol=eps
             )
 
 
@@ -125,8 +125,8 @@ def test_tokens_one_by_one_are_causal_attention():
         a, b = jnp.split(x, 2, -1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
-    each = (a.swapaxes(0, 1) for a in (turned(q), turned(k), v))
-    want = jax.nn.dot_product_attention(*each, is_causal=True)
+    by_entry = (a.swapaxes(0, 1) for a in (turned(q), turned(k), v))
+    want = jax.nn.dot_product_attention(*by_entry, is_causal=True)
     np.testing.assert_allclose(got, want.swapaxes(0, 1).reshape(got.shape), rtol=1e-4, atol=1e-5)
 
 
@@ -179,8 +179,8 @@ def test_derivatives_where_all_arrays_are_traced(within):
 
     def over_tokens(args, its, weights):
         every = jax.tree.map(lambda a: jnp.stack([a, a]), (its, weights))
-        each = lambda total, one: (total + loss(args, *one), None)  # noqa: E731
-        return jax.lax.scan(each, 0.0, every)[0] / 2
+        add = lambda total, one: (total + loss(args, *one), None)  # noqa: E731
+        return jax.lax.scan(add, 0.0, every)[0] / 2
 
     way = {"jit": jax.jit(loss), "checkpoint": jax.checkpoint(loss), "scan": over_tokens}[within]
     want = jax.grad(loss)(args, its, weights)

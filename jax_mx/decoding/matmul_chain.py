@@ -120,12 +120,14 @@ def matmul_chain(
       step attends, a list too: for each such step its keys and values with the token's own.
 
     Raises:
-      TypeError, ValueError: a step has another form, or `normed_matmul` or `einsum` refuses it.
+      TypeError, ValueError: a step has another form or does not fit x, or `normed_matmul` or
+        `einsum` refuses it.
     """
     op = "matmul_chain"
     if not isinstance(steps, list) or not steps:
         raise TypeError(
-            f"{op}: steps must be a list of one or more weights and tuples, got {shown(steps)}"
+            f"{op}: steps must be a list of one or more weights and tuples, or of "
+            f"CachedAttention, got {shown(steps)}"
         )
     checked = [_step_of(op, i, step) for i, step in enumerate(steps)]
     normed = [i for i, step in enumerate(checked) if isinstance(step, Product) and step.floats]
@@ -223,28 +225,26 @@ def _by_kernels(
     outs = [results[i] for i in numbers]
     count = len(floats)
     outs[:count] = [y.reshape(*x.shape[:-1], -1) for y in outs[:count]]
-    leaves = [[*floats], *(step.floats for step in steps)]
-    args = [*itertools.chain(*leaves)]
-    others = [*map(jax.lax.stop_gradient, itertools.chain(*(step.constants for step in steps)))]
+    args, tree = jax.tree.flatten((floats, [step.floats for step in steps]))
+    others, tree_of_others = jax.tree.flatten([step.constants for step in steps])
 
-    def lines(constants: list[jax.Array], *args: jax.Array) -> list[jax.Array]:
-        rest, of_steps = iter(args), iter(constants)
-        (x, *total), *again = [[next(rest) for _ in some] for some in leaves]
+    def lines(others: list[jax.Array], *args: jax.Array) -> list[jax.Array]:
+        (x, *total), of_steps = tree.unflatten(args)
         now = State(x, total[0] if total else None)
-        for step, its in zip(steps, again, strict=True):
-            here = step.of(its, [next(of_steps) for _ in step.constants])
-            now = here.lines(now, eps)
+        for step, *its in zip(steps, of_steps, tree_of_others.unflatten(others), strict=True):
+            now = step.of(*its).lines(now, eps)
         return [now.x, *([now.residual] if total else []), *itertools.chain(*now.caches)]
 
     def tangents_of(_: Any, every: list, tangents: list) -> Any:
         # No array of a trace that is over is here: all come as arguments.
-        args, constants = every[:moving], every[moving:]
-        pairs = zip(args, tangents, strict=False)
+        args, others = every[:moving], every[moving:]
+        pairs = zip(args, tangents[:moving], strict=True)
         moves = [jnp.zeros_like(a) if t is None else t for a, t in pairs]
-        return jax.jvp(functools.partial(lines, constants), args, moves)[1]
+        return jax.jvp(functools.partial(lines, others), args, moves)[1]
 
     moving = len(args)
-    y, *more = derivatives.derived(outs, [*args, *others], tangents_of)
+    still = map(jax.lax.stop_gradient, others)
+    y, *more = derivatives.derived(outs, [*args, *still], tangents_of)
     if has_norm:
         residual, *more = more
     return State(y, residual, (*caches, *zip(more[::2], more[1::2], strict=True)))

@@ -206,12 +206,13 @@ class Attention(ProductEntry):
         self, rQ, acc, state, scale: Float32, first: Int64, where: cutlass.Constexpr, lane: Int32
     ):  # fmt: skip
         """Adds the token's own weighted value, and puts its key and value into the cache."""
+        arrays, row, _, _, groups, position = where
         g, q = lane // 4, lane % 4
         turned = cute.make_rmem_tensor((4, self.pieces_of_row), Uint32)
         value = cute.make_rmem_tensor((4, self.columns_of_lane // 8), Uint32)
         self.load_row(turned, first, q)
-        self.load_columns(value, first + 2 * where[4] * self.depth, g)
-        self.rotate(turned, where[0], where[1], q)
+        self.load_columns(value, first + 2 * groups * self.depth, g)
+        self.rotate(turned, arrays, row, q)
         score = self.scores(rQ, turned)[0] * scale  # in all columns, as all lanes have the same key
         largest = cute.arch.fmax(state[0], score)
         factor, weight = power_of_2(state[0] - largest), power_of_2(score - largest)
@@ -226,11 +227,11 @@ class Attention(ProductEntry):
             for r in range_constexpr(2):
                 for e in range_constexpr(2):
                     acc[e, 2 * w + r] = acc[e, 2 * w + r] * factors[e] + two[r] * weights[e]
-        to = self.place("new_values", where, where[-1]) + 2 * self.columns_of_lane * g
+        to = self.place("new_values", where, position) + 2 * self.columns_of_lane * g
         if q == 0:  # other lanes have the same
             for i in range_constexpr(self.columns_of_lane // 8):
                 cute.autovec_copy(value[None, i], vector(to + 16 * i, Uint32, 4))
-        to = self.place("new_keys", where, where[-1]) + 16 * q
+        to = self.place("new_keys", where, position) + 16 * q
         if g == 0:
             for i in range_constexpr(self.pieces_of_row):
                 cute.autovec_copy(turned[None, i], vector(to + 64 * i, Uint32, 4))
@@ -258,7 +259,7 @@ class Attention(ProductEntry):
         """A lane's two scores, of its head; two more are zeros."""
         none, sums = Uint32(0), None
         for j in range(2 * self.pieces_of_row):
-            q, k = ([words[2 * (j % 2) + h, j // 2] for h in range(2)] for words in (rQ, keys))
+            q, k = ([row[2 * (j % 2) + h, j // 2] for h in range(2)] for row in (rQ, keys))
             sums = product([q[0], none, q[1], none], k, sums)
         return sums or []
 
@@ -405,12 +406,6 @@ class Attention(ProductEntry):
         word = convert.round_two(low / weight, high / weight, "bfloat16")
         there = vector(y.toint() + 2 * (line + item), Uint32)
         there[0] = word
-
-    def floats(self, address: Int32, count: int):
-        """Floats of shared memory."""
-        smem = cute.AddressSpace.smem
-        there = cute.make_ptr(Float32, Int32(address), smem, assumed_align=4 * count)
-        return cute.make_tensor(there, cute.make_layout(count))
 
 
 def entries(product: ProductKernel, arch: str) -> list[ProductEntry]:

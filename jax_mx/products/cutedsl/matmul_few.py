@@ -498,12 +498,6 @@ class Few(ProductEntry):
                     there = self.swizzled(8 * c + 2 * q + v % 2, 16 * m + 8 * (v // 2) + g)
                     self.floats(to + there, 1)[0] = acc[v, c, m]
 
-    def floats(self, address: Int32, count: int):
-        """Floats of shared memory."""
-        smem = cute.AddressSpace.smem
-        there = cute.make_ptr(Float32, address, smem, assumed_align=4 * count)
-        return cute.make_tensor(there, cute.make_layout(count))
-
     @cute.jit
     def gather(
         self, base: Int32, slot: Int32, turn: Int32, y: cutlass.Constexpr, tile, parts: Int32,

@@ -253,6 +253,12 @@ class ProductEntry:
             return cutlass.Uint16
         return cutlass.BFloat16 if array.role is Role.FLOATS else cutlass.Uint8
 
+    def floats(self, address: Int32, count: int):
+        """Floats of shared memory."""
+        smem = cute.AddressSpace.smem
+        there = cute.make_ptr(Float32, Int32(address), smem, assumed_align=4 * count)
+        return cute.make_tensor(there, cute.make_layout(count))
+
     # ---- the walk over tiles ---
     @cute.jit
     def size_of(self, sizes, e: Int32, row: Int32, t: Int32, groups: Int32):
