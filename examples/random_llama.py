@@ -32,6 +32,8 @@ def config_of(folder) -> dict:
     """The config of a Llama, with what transformers assumes where it says nothing."""
     config = json.loads((Path(folder) / "config.json").read_text())
     config = {name: value for name, value in config.items() if value is not None}
+    if (model := config.get("model_type", "llama")) != "llama":
+        raise SystemExit(f"serve.py: {folder} is of {model!r}, and this example knows Llamas")
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if (scaling := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise SystemExit(f"serve.py: {folder} scales positions by {scaling!r}, which it cannot do")

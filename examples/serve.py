@@ -26,15 +26,14 @@ norm, attention, empty_cache = (LLAMA[name] for name in ("norm", "attention", "e
 product = partial(jax_mx.einsum, "...k,nk->...n", recipe="bf16")  # x (..., K), w (N, K)
 
 
-def steps_of(config, w, cache, positions):
+def steps_of(config, w, its, positions):
     """A layer as `jax_mx.matmul_chain` takes it."""
-    half = config["head_dim"] // 2
-    angles = positions[:, None] * config["rope_theta"] ** -jnp.linspace(0, 1, half, False)
-    turn = jnp.cos(angles), jnp.sin(angles)
-    attend = jax_mx.CachedAttention(cache[0], cache[1], positions[0], *turn)
+    powers = jnp.linspace(0, 1, config["head_dim"] // 2, False)
+    angles = positions[:, None] * config["rope_theta"] ** -powers
+    attend = jax_mx.CachedAttention(its[0], its[1], positions[0], jnp.cos(angles), jnp.sin(angles))
     of_mlp = w["post_attention_layernorm"], w["mlp.gate_up_proj"], "swiglu"
-    ahead = w["input_layernorm"], w["self_attn.qkv_proj"]
-    return [ahead, attend, w["self_attn.o_proj"], of_mlp, w["mlp.down_proj"]]
+    of_attention = w["input_layernorm"], w["self_attn.qkv_proj"]
+    return [of_attention, attend, w["self_attn.o_proj"], of_mlp, w["mlp.down_proj"]]
 
 
 def plain(config, x, residual, steps):
@@ -51,8 +50,7 @@ def plain(config, x, residual, steps):
             x = norm(config, residual, weight)
         x = product(x, w)
         if activation:
-            gate, up = jnp.split(x, 2, -1)
-            x = jax.nn.silu(gate) * up
+            x = jax.nn.silu(x[..., : x.shape[-1] // 2]) * x[..., x.shape[-1] // 2 :]
     return x, residual, caches
 
 
@@ -61,12 +59,13 @@ def forward(config, model, cache, tokens, start):
     x, steps = model["embed_tokens"][tokens], []
     for w, its in zip(model["layers"], cache, strict=True):
         steps += steps_of(config, w, its, start + jnp.arange(tokens.shape[1]))
-    last = [(model["norm"], model["lm_head"])]
-    if tokens.shape[1] == 1 and len(x) <= 16 and isinstance(model["lm_head"], jax_mx.MXArray):
-        every = {"residual": jnp.zeros_like(x), "eps": config["rms_norm_eps"]}
-        y, _, cache = jax_mx.matmul_chain(x, steps + last, **every)  # one call of all kernels
-        return y[:, -1], cache
-    y, x, cache = plain(config, x, jnp.zeros_like(x), steps)
+    last, zeros = [(model["norm"], model["lm_head"])], jnp.zeros_like(x)
+    in_mx = [isinstance(w, jax_mx.MXArray) for w in (steps[-1], model["lm_head"])]
+    if tokens.shape[1] == 1 and len(x) <= 16 and in_mx[0]:  # one call of all kernels
+        steps, last = (steps + last, []) if in_mx[1] else (steps, last)
+        y, x, cache = jax_mx.matmul_chain(x, steps, residual=zeros, eps=config["rms_norm_eps"])
+    else:
+        y, x, cache = plain(config, x, zeros, steps)
     return plain(config, y[:, -1], x[:, -1], last)[0], cache
 
 
@@ -87,11 +86,13 @@ def load(folder):
     """The config of a Llama, and its weights by layer."""
     config = LLAMA["config_of"](folder)
     params = jax_mx.quantize_params(jax_mx.load_checkpoint(folder, join=JOIN), RULES)
-    model = {"layers": [{} for _ in range(config["num_hidden_layers"])]}
+    layers, model = [{} for _ in range(config["num_hidden_layers"])], {}
     for name, w in params.items():
-        number, name = re.findall(r"(?:model\.)?(?:layers\.(\d+)\.)?(.*)\.weight", name)[0]
-        (model["layers"][int(number)] if number else model)[name] = w
-    return config, {"lm_head": model["embed_tokens"], **model}  # tied where there is no other
+        if not (parts := re.fullmatch(r"(?:model\.)?(?:layers\.(\d+)\.)?(.*)\.weight", name)):
+            raise SystemExit(f"serve.py: a Llama has no {name!r}, which {folder} has")
+        w = w if isinstance(w, jax_mx.MXArray) else w.astype(jnp.bfloat16)
+        (layers[int(parts[1])] if parts[1] else model)[parts[2]] = w
+    return config, {"lm_head": model["embed_tokens"], **model, "layers": layers}  # may be tied
 
 
 def main() -> None:

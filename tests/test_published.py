@@ -15,6 +15,7 @@ from helpers import assert_bits_equal, assert_refused, mesh_of, normal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_mx
+from jax_mx.io import reading
 
 pytest.importorskip("safetensors")
 P = PartitionSpec
@@ -149,6 +150,14 @@ def test_a_part_without_the_first_is_told(tmp_path):
     ) as told:
         params = jax_mx.load_checkpoint(folder, join={"both": ["gate_proj", "up_proj"]})
     assert {*params} == {"0.both.weight", "1.up_proj.weight"} and told[0].filename == __file__
+
+
+def test_scalars_of_parts_stay(tmp_path):
+    scalars = {f"{name}_proj.input_scale": jnp.ones(()) for name in ("gate", "up")}
+    parts = {f"{name}_proj.bias": jnp.ones(4) for name in ("gate", "up")}
+    jax_mx.save_safetensors(scalars | parts, tmp_path / "model.safetensors")
+    params = jax_mx.load_checkpoint(tmp_path, join={"both": ["gate_proj", "up_proj"]})
+    assert {*params} == {*scalars, "both.bias"} and params["both.bias"].shape == (8,)
 
 
 def test_experts_are_what_a_layer_takes():
@@ -293,6 +302,37 @@ REFUSED = {
         TILED, {".weight": CODES, "s_scale_inv": POWERS}, {".weight": "F8_E4M3"},
         "is F8_E4M3 and has no scales",
     ),
+    "packed codes alone": (
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"},
+        {".weight_packed": PACKED}, {}, "up_proj.weight_packed' is U8 and has no scales",
+    ),
+    "bytes alone": (
+        {"quant_method": "quark", "global_quant_config": {"weight": QUARK}},
+        {".weight": PACKED}, {}, "is U8 and has no scales of its own",
+    ),
+    "blocks alone": (None, {".blocks": PACKED}, {}, "is U8 and has no scales of its own"),
+    "scales alone": (
+        {"quant_method": "quark", "global_quant_config": {"weight": QUARK}},
+        {".weight_scale": SCALES}, {}, "has scales, and there is no",
+    ),
+    "rotated": (
+        {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
+         "transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, {}, {},
+        "weights in mxfp4-pack-quantized with transforms (compressed-tensors)",
+    ),
+    "zero points": (
+        {"quant_method": "compressed-tensors", "config_groups": {
+            "0": {"format": "mxfp4-pack-quantized", "weights": {"symmetric": False}}}}, {}, {},
+        "weights in mxfp4-pack-quantized with zero points",
+    ),
+    "columns": (
+        {"quant_method": "quark", "global_quant_config": {"weight": {**QUARK, "ch_axis": 0}}}, {},
+        {}, "e8m0 along axis 0 (quark)",
+    ),
+    "nvfp4 without a config": (
+        None, {".weight": PACKED, ".weight_scale": codes_of((40, 8))},
+        {".weight_scale": "F8_E4M3"}, "no quantization_config says what",
+    ),
     "damaged": (
         {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4"}}}, {}, {},
         "is none of quark's",
@@ -341,6 +381,38 @@ def test_a_tensor_is_in_one_file(tmp_path):
 
 
 # ---- devices and memory ---
+def test_nothing_is_read_for_what_does_not_fit(tmp_path, monkeypatch):
+    """Names, formats and shardings are known from headers; reading may take minutes."""
+    config, ends, arrays, _, _ = LAYOUTS["modelopt"]
+    tensors = {UP + end: array for end, array in zip(ends, arrays, strict=True)}
+    folder = write(tmp_path / "model", tensors, config, {".weight": "F8_E4M3"})
+    name, load = UP + ".weight", jax_mx.load_checkpoint
+    good = load(folder)[name]
+    other = jax.ShapeDtypeStruct((2,), jnp.float32)
+    where = NamedSharding(jax.make_mesh((3,), "n", devices=jax.devices("cpu")[:3]), P("n"))
+    monkeypatch.setattr(reading.Files, "_copied", lambda *_: pytest.fail("it is read"))
+    for like, why in (
+        ({name: good, "more": other}, "the file has no 'more'"),
+        ({}, "which is not expected"),
+        ({name: other}, "is an MXArray, expected is an array"),
+        (lambda *_: where, "cannot be split so"),
+    ):
+        assert_refused(lambda like=like: load(folder, like=like), ValueError, why)
+
+
+def test_a_part_that_several_devices_have_is_read_once(tmp_path, capsys):
+    jax_mx.save_safetensors({"x": jnp.ones((4, 64))}, tmp_path / "model.safetensors")
+    mesh = jax.make_mesh((4, 2), ("data", "model"), devices=jax.devices("cpu")[:8])
+    where = NamedSharding(mesh, P("model"))
+    got = jax_mx.load_checkpoint(tmp_path, like=lambda *_: where, progress=True)
+    assert got["x"].sharding == where and "2/1" not in capsys.readouterr().err
+    reads = []
+    part = np.ones((2, 64), np.float32)
+    tensor = reading.Tensor("x", (4, 64), part.dtype, lambda at: reads.append(at) or part)
+    reading.placed("load", tensor, where)
+    assert len(reads) == 2
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_shards_are_read_by_their_devices(axis_type):
     mesh = mesh_of(2, 2, names="en", axis_type=axis_type)
@@ -598,6 +670,38 @@ def test_params_that_a_mesh_splits_stay_with_a_warning_at_the_callers_line():
     )
 
 
+def test_params_that_are_no_floats_of_mx_are_told():
+    w = np.ones((2, 64))
+    with pytest.warns(UserWarning, match="'w' stays in floats: it is float64, MX takes bfloat16"):
+        got = jax_mx.quantize_params({"w": w, "n": np.ones((2, 64), int)}, {".*": "mxfp8"})
+    assert got["w"] is w
+    with pytest.warns(UserWarning, match="such as 'w', stays in floats: no pattern that has a rec"):
+        jax_mx.quantize_params({"w": jnp.ones((2, 64))}, {".*upp": "mxfp8"})
+
+
+def test_experts_that_differ_stay_and_are_told(tmp_path):
+    shapes = (2, 4), (2, 4), (2, 6)
+    experts = {f"experts.{i}.w": jnp.ones(shape) for i, shape in enumerate(shapes)}
+    jax_mx.save_safetensors(experts, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="the 3 experts of 'experts.w' stay by themselves") as told:
+        assert {*jax_mx.load_checkpoint(tmp_path)} == {*experts}
+    assert told[0].filename == __file__
+
+
+def test_our_damaged_files_are_named(tmp_path):
+    w = jax_mx.quantize(jnp.ones((8, 64)), "mxfp8_e4m3")
+    jax_mx.save_safetensors({"w": w}, tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    for old, new, why in (
+        (b"[8, 2]", b"[2, 8]", "'w' in .* is not what the file says of it: .* scales of the shape"),
+        (b'\\"axis\\": -1', b'\\"axis\\": {}', "is damaged in 'w'"),
+    ):
+        assert data.count(old) == 1, old
+        (tmp_path / "model.safetensors").write_bytes(data.replace(old, new))
+        with pytest.raises(ValueError, match=why):
+            jax_mx.load_checkpoint(tmp_path)
+
+
 # ---- the example ---
 def test_the_example_reads_configs(tmp_path):
     """Llama's config.json may leave out heads' widths, and scale positions."""
@@ -612,3 +716,40 @@ def test_the_example_reads_configs(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(text | rope))
         with pytest.raises(SystemExit, match="scales positions by"):
             serve["LLAMA"]["config_of"](tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(text | {"model_type": "gemma"}))
+    with pytest.raises(SystemExit, match="is of 'gemma', and this example knows Llamas"):
+        serve["load"](tmp_path)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_the_example_generates_by_one_call(tmp_path, monkeypatch):
+    """With a head in MX or in bfloat16; floats of any width and all others in plain JAX."""
+    serve = runpy.run_path(f"{Path(__file__).parent.parent}/examples/serve.py")
+    serve["LLAMA"]["write"](tmp_path, "tiny")
+    config, model = serve["load"](tmp_path)
+    prompt, calls, chain = jnp.array([[1, 2, 3]]), [], jax_mx.matmul_chain
+    head = jax_mx.quantize(model["lm_head"], "mxfp8_e4m3")
+    for held, count in ((model, 5 * 2), ({**model, "lm_head": head}, 5 * 2 + 1)):
+
+        def spy(x, steps, **options):
+            calls.append(len(steps))
+            return chain(x, steps, **options)
+
+        monkeypatch.setattr(jax_mx, "matmul_chain", spy)
+        got = serve["generate"](config, 4, held, prompt)
+        assert calls.pop() == count and not calls
+        monkeypatch.setattr(jax_mx, "matmul_chain", None)
+        cache = serve["empty_cache"](config, 1, 7)
+        tokens, want = prompt, []
+        for _ in range(4):
+            logits, _ = serve["forward"](config, held, cache, tokens, 0)
+            tokens = jnp.concatenate([tokens, logits.argmax(-1)[:, None]], 1)
+            want.append(int(tokens[0, -1]))
+        assert got[0].tolist() == want
+    jax_mx.save_safetensors({"model.layers.0.self_attn.q_proj.bias": jnp.ones(4)}, tmp_path / "b")
+    (tmp_path / "b").rename(tmp_path / "bias.safetensors")
+    for name in ("k", "v"):
+        bias = {f"model.layers.0.self_attn.{name}_proj.bias": jnp.ones(4)}
+        jax_mx.save_safetensors(bias, tmp_path / f"{name}.safetensors")
+    with pytest.raises(SystemExit, match="a Llama has no 'model"):
+        serve["load"](tmp_path)

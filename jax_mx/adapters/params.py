@@ -47,18 +47,23 @@ def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
     if axis not in (-1, -2):
         raise ValueError(f"{OP}: axis must be -1 or -2, got {shown(axis)}")
     compiled, left = rules_of(OP, rules), Left(OP)
+    matched, unmatched = list[str](), list[str]()
 
     def quantized(path: Any, leaf: Any) -> Any:
-        if is_quantized(leaf) or not is_float(leaf) or leaf.ndim < 2:
+        if _is_quantized(leaf) or getattr(leaf, "ndim", 0) < 2 or not _is_inexact(leaf):
             return leaf
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         chosen = (recipe for pattern, recipe in compiled.items() if pattern.fullmatch(name))
         recipe = next(chosen, None)
+        (unmatched if recipe is None else matched).append(name)
         if recipe is None:
             return leaf
         recipe = resolved_for_weights(OP, recipe, leaf)
         use, rule = recipe.uses("rhs")[0], recipe.blocks("rhs")
         if use.format is None:
+            return leaf
+        if not is_float(leaf):
+            left.tell(repr(name), f"it is {leaf.dtype}, MX takes bfloat16, float16 and float32")
             return leaf
         if use.hadamard is not None:
             raise ValueError(
@@ -78,10 +83,27 @@ def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
             left.tell(repr(name), str(error).removeprefix("quantize: "))
             return leaf
 
-    def is_quantized(leaf: Any) -> bool:
-        return isinstance(leaf, MXArray | QuantizedWeight)
+    result = jax.tree_util.tree_map_with_path(quantized, params, is_leaf=_is_quantized)
+    if unmatched and not matched:
+        _tell_unmatched(left, unmatched[0], params, compiled)
+    return result
 
-    return jax.tree_util.tree_map_with_path(quantized, params, is_leaf=is_quantized)
+
+def _tell_unmatched(left: Left, name: str, params: Any, compiled: Any) -> None:
+    """Warns that no array of the tree is or becomes MX, though some should."""
+    leaves = jax.tree_util.tree_leaves(params, is_leaf=_is_quantized)
+    if any(compiled.values()) and not any(map(_is_quantized, leaves)):
+        why = "no pattern that has a recipe matches a path"
+        left.tell(f"every array, such as {name!r},", why)
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, MXArray | QuantizedWeight)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    """Whether its elements are floats of any width."""
+    return jax.numpy.issubdtype(getattr(leaf, "dtype", None) or "int8", jax.numpy.floating)
 
 
 _quantize = functools.partial(

@@ -7,6 +7,7 @@ and which names values and scales have. Their dtypes and shapes say what a pair 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -23,7 +24,17 @@ from jax_mx.formats.formats import BLOCK, MXFP4_E2M1, MXFP8_E4M3, MXFP8_E5M2, Fo
 from jax_mx.formats.layouts import ROW_MAJOR, ROW_MAJOR_VALUES
 from jax_mx.formats.windows import TILE
 from jax_mx.io.checkpoints import descriptions_in, require_alike
-from jax_mx.io.reading import Files, Tensor, joined, placed, placed_mx, spread, stacked, unpacked
+from jax_mx.io.reading import (
+    Files,
+    Tensor,
+    joined,
+    placed,
+    placed_mx,
+    require_splits,
+    spread,
+    stacked,
+    unpacked,
+)
 from jax_mx.quantizing import metadata
 from jax_mx.quantizing.mxarray import MXArray
 
@@ -54,10 +65,15 @@ class Library:
 
 
 def _of_groups(config: Config) -> list[str]:
-    """Compressed-tensors: a format of all, or one of each group."""
-    groups = config.get("config_groups", {}).values()
-    every = [str(group.get("format") or config.get("format")) for group in groups]
-    return every or [str(config.get("format"))]
+    """Compressed-tensors: a format of all, or one of each group, and what else its codes need."""
+    transforms = config.get("transform_config") or {}
+    more = " with transforms" if transforms.get("config_groups", transforms) else ""
+    every = []
+    for group in config.get("config_groups", {}).values():
+        points = (group.get("weights") or {}).get("symmetric") is False
+        way = f"{group.get('format') or config.get('format')}{more}"
+        every.append(way + " with zero points" * points)
+    return every or [f"{config.get('format')}{more}"]
 
 
 def _of_modelopt(config: Config) -> list[str]:
@@ -74,6 +90,7 @@ def _of_quark(config: Config) -> list[str]:
     return [
         f"{w['dtype']} {w['qscheme']} {w.get('block_size') or w.get('group_size')} "
         f"{w.get('scale_format')}"
+        + (f" along axis {w['ch_axis']}" if w.get("ch_axis") not in (None, -1, 1) else "")
         if isinstance(w, Mapping)
         else "several quantizers in turn"
         for w in weights
@@ -148,6 +165,15 @@ class Entry:
         return tuple(shape)
 
     @property
+    def abstract(self) -> Any:
+        """The array that it becomes, without its elements."""
+        if self.scales is None or self.format is None:
+            return jax.ShapeDtypeStruct(self.values.shape, self.values.dtype)
+        parts = (jax.ShapeDtypeStruct(t.shape, t.dtype) for t in (self.values, self.scales))
+        make = functools.partial(MXArray.from_parts, format=self.format, **self.fields)
+        return jax.eval_shape(make, *parts)
+
+    @property
     def alike(self) -> tuple[Any, ...]:
         """Equal for entries that can become one array, but for lengths."""
         return len(self.shape), self.values.dtype, self.format, {**self.fields}
@@ -183,8 +209,8 @@ def load_checkpoint(
       folder: of the model, or a .safetensors file or an index in it, beside its config.json.
       join: a mapping from the name of a joined array to the names of the parts of a layer that it
         holds, one behind the other along outputs: one product instead of several. Biases are joined
-        like weights. A later part whose layer lacks the first one stays by itself, and a warning
-        says so.
+        like weights, and scalars stay. A later part whose layer lacks the first one stays by
+        itself, and a warning says so.
       like: the expected arrays by name, as `load_safetensors` takes them: arrays are placed so. Or
         a function of a name and a shape that gives a sharding or None. Blocks stay whole.
       progress: whether to say how far reading is: a bar on a terminal, else lines on stderr. None:
@@ -219,10 +245,9 @@ def load_checkpoint(
     entries = _with_experts(entries)
     for name, parts in _checked(join).items():
         entries = _with_joined(entries, name, parts)
-    loaded = _loaded(files, entries, like, progress)
-    if isinstance(like, Mapping):
-        require_alike(OP, loaded, like)
-    return loaded
+    if isinstance(like, Mapping):  # before anything is read, which may take minutes
+        require_alike(OP, {name: entry.abstract for name, entry in entries.items()}, like)
+    return _loaded(files, entries, like, progress)
 
 
 def _loaded(
@@ -231,9 +256,12 @@ def _loaded(
     """The arrays, read one after the other."""
     tensors = (t for e in entries.values() for t in (e.values, e.scales) if t is not None)
     loaded: dict[str, MXArray | jax.Array] = {}
+    places = {name: _sharding(like, name, entry) for name, entry in entries.items()}
+    for name, entry in entries.items():
+        require_splits(OP, entry.values, places[name], entry.format, **entry.fields)
     with files.progress(sum(tensor.nbytes for tensor in tensors), progress):
         for name in sorted(entries):
-            entry, where = entries[name], _sharding(like, name, entries[name])
+            entry, where = entries[name], places[name]
             if entry.scales is None or entry.format is None:
                 loaded[name] = placed(OP, entry.values, where)
             else:
@@ -362,13 +390,34 @@ def _entries(
     _require_no_scales(files, files.places.keys() - taken)
     for name in files.places:
         if name not in taken:
-            if has_config and files.dtype(name) in ("F8_E4M3", "F8_E5M2"):
-                raise ValueError(
-                    f"{OP}: {name!r} is {files.dtype(name)} and has no scales of its own, as "
-                    f"{' or '.join(name.removesuffix(v) + s for v, s, _ in pairs)!r}; whoever "
-                    "wrote the files lost them"
-                )
+            _require_no_codes(files, name, pairs, has_config)
             yield name, Entry(unpacked(files[name]) if files.dtype(name) == "F4" else files[name])
+
+
+def _require_no_codes(files: Files, name: str, pairs: Pairs, has_config: bool) -> None:
+    """Refuses a tensor of codes without scales, or of scales without codes.
+
+    Raises:
+      ValueError: it is one.
+    """
+    dtype, lacking = files.dtype(name), None
+    if has_config and dtype in ("F8_E4M3", "F8_E5M2"):
+        ends = [scales for _, scales, _ in pairs]
+        lacking = " or ".join(name.removesuffix(".weight") + end for end in ends)
+    for values, scales, _ in pairs:
+        is_code = dtype in CODES and (has_config or values != ".weight")
+        if name.endswith(values) and is_code:
+            lacking = lacking or name.removesuffix(values) + scales
+        if name.endswith(scales) and dtype in EXPONENTS:
+            raise ValueError(
+                f"{OP}: {name!r} has scales, and there is no {name.removesuffix(scales) + values!r}"
+                "; fetch the model's files again"
+            )
+    if lacking is not None:
+        raise ValueError(
+            f"{OP}: {name!r} is {dtype} and has no scales of its own, as {lacking!r}; whoever "
+            "wrote the files lost them, or the index leaves them out"
+        )
 
 
 def _require_no_scales(files: Files, names: Set[str]) -> None:
@@ -382,7 +431,7 @@ def _require_no_scales(files: Files, names: Set[str]) -> None:
             values = scales.removesuffix(scales_end) + values_end
             if not scales.endswith(scales_end) or values not in names:
                 continue
-            of_codes = values_end.endswith("_packed") or files.dtype(values).startswith("F8_")
+            of_codes = values_end.endswith("_packed") or files.dtype(values) in CODES
             if of_codes or files.dtype(scales) in EXPONENTS:
                 raise ValueError(
                     f"{OP}: {values!r} has scales, {scales!r}, and no quantization_config says "
@@ -395,7 +444,10 @@ def _described(files: Files) -> dict[str, Entry]:
     entries = {}
     for file in sorted({*files.places.values()}):
         for name, description in descriptions_in(OP, files.header(file)[0]).items():
-            fields = metadata.read(OP, description)
+            try:
+                fields = metadata.read(OP, description)
+            except TypeError as error:
+                raise ValueError(f"{OP}: {file} is damaged in {name!r}: {error}") from error
             format = fields.pop("format")
             for part in ("values", "scales"):
                 if f"{name}.{part}" not in files.places:
@@ -409,6 +461,12 @@ def _described(files: Files) -> dict[str, Entry]:
                     f"and it has {values.ndim}; fetch it again"
                 )
             entries[name] = Entry(values, scales, format, fields)
+            try:
+                _ = entries[name].abstract
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{OP}: {name!r} in {file} is not what the file says of it: {error}"
+                ) from error
     return entries
 
 
@@ -508,7 +566,15 @@ def _with_experts(entries: Mapping[str, Entry]) -> dict[str, Entry]:
     for name, experts in groups.items():
         every = [entries[experts[i]] for i in sorted(experts)]
         is_whole = sorted(experts) == [*range(len(experts))] and name not in entries
-        if is_whole and all(e.shape == every[0].shape and e.alike == every[0].alike for e in every):
+        is_whole &= all(e.shape == every[0].shape and e.alike == every[0].alike for e in every)
+        if not is_whole and len(every) > 1:
+            warnings.warn(
+                f"{OP}: the {len(every)} experts of {name!r} stay by themselves: some are missing, "
+                "or their formats or shapes differ",
+                UserWarning,
+                stacklevel=depth(),
+            )
+        elif is_whole:
             result[name] = every[0].of(
                 lambda tensors: stacked(tensors[0].name, tensors), *every[1:]
             )
@@ -524,7 +590,7 @@ def _with_joined(entries: dict[str, Entry], name: str, parts: Sequence[str]) -> 
       ValueError: one is missing, they differ, or the name of all is taken.
     """
     first, result = _part(parts[0]), dict(entries)
-    matching = [one for one in entries if first.search(one)]
+    matching = [one for one in entries if first.search(one) and entries[one].shape]
     if not matching:
         raise ValueError(f"{OP}: join has {parts[0]!r}, which is part of no tensor's name")
     for one in matching:
@@ -540,7 +606,7 @@ def _with_joined(entries: dict[str, Entry], name: str, parts: Sequence[str]) -> 
             raise ValueError(f"{OP}: join names {whole!r}, which is there already; choose another")
         result[whole] = _as_one(names, [entries[other] for other in names])
     for part in parts[1:]:
-        if alone := [one for one in result if _part(part).search(one)]:
+        if alone := [one for one in result if _part(part).search(one) and result[one].shape]:
             warnings.warn(
                 f"{OP}: {alone[0]!r} stays by itself, as its layer has no {parts[0]!r} that join "
                 f"puts before {part!r} ({len(alone)} such)",

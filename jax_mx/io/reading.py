@@ -284,10 +284,16 @@ def placed(op: str, tensor: Tensor, sharding: jax.sharding.Sharding | None) -> j
     if sharding is None:
         return jax.block_until_ready(jnp.asarray(tensor.read(())))
     _shard_shape(op, tensor, sharding)
-    array = jax.make_array_from_callback(
-        tensor.shape, sharding, lambda index: tensor.read(index or ())
-    )
-    return jax.block_until_ready(array)  # the host holds one at a time
+    parts: dict[tuple, np.ndarray] = {}  # each is read once, however many devices have it
+
+    def read(index: Slices | None) -> np.ndarray:
+        key = (*map(tuple, bounds(index or (), tensor.shape)),)
+        if key not in parts:
+            parts[key] = tensor.read(index or ())
+        return parts[key]
+
+    array = jax.make_array_from_callback(tensor.shape, sharding, read)
+    return jax.block_until_ready(array)  # the host holds one array at a time
 
 
 def placed_mx(
@@ -303,16 +309,34 @@ def placed_mx(
     Raises:
       ValueError: shards would cut blocks.
     """
-    if sharding is not None:
-        axis = fields.get("axis", -1)
-        elements = _shard_shape(op, values, sharding)[axis] * format.codes_per_byte
-        if elements % BLOCK:
-            raise ValueError(
-                f"{op}: {values.name!r} would be split into parts of {elements} elements, "
-                f"which cuts blocks of {BLOCK}"
-            )
+    require_splits(op, values, sharding, format, **fields)
     codes, exponents = (placed(op, tensor, sharding) for tensor in (values, scales))
     return MXArray.from_parts(codes, exponents, format, **fields)
+
+
+def require_splits(
+    op: str,
+    values: Tensor,
+    sharding: jax.sharding.Sharding | None,
+    format: Format | None,
+    **fields: Any,
+) -> None:
+    """Refuses a sharding that a tensor, of codes if there is a format, cannot have.
+
+    Raises:
+      ValueError: it does not divide the tensor, or shards would cut blocks.
+    """
+    if sharding is None:
+        return
+    shape = _shard_shape(op, values, sharding)
+    if format is None:
+        return
+    elements = shape[fields.get("axis", -1)] * format.codes_per_byte
+    if elements % BLOCK:
+        raise ValueError(
+            f"{op}: {values.name!r} would be split into parts of {elements} elements, "
+            f"which cuts blocks of {BLOCK}"
+        )
 
 
 def _shard_shape(op: str, tensor: Tensor, sharding: jax.sharding.Sharding) -> tuple[int, ...]:
