@@ -110,12 +110,16 @@ def test_floats_of_a_layer_stay_as_they_are(op):
 
 def test_fallback_does_not_hide_what_is_wrong():
     frozen = jax_mx.quantize(W[:64], axis=1)
-    three = (X, W, W.T)
+    three, fitting = (X, W, W.T), (X[:, :64], W[:64])
+    groups = X[:, :64], W[None, :64], jnp.array([8])
     assert jax_mx.einsum("ab,bc,cd->ad", *three, fallback="floats").shape == (8, 588)
     for call, error, sentence in (
         (lambda: jax_mx.matmul(X, W, recipe="fp8", fallback="floats"), ValueError, "'fp8' is unkn"),
         (lambda: jax_mx.matmul(X, W, implementation="a", fallback="floats"), ValueError, "'a' is"),
         (lambda: jax_mx.matmul(X, W, fallback="fp8"), ValueError, "fallback 'fp8' is unknown"),
+        (lambda: jax_mx.matmul(*fitting, fallback="fp8"), ValueError, "'fp8' is unknown"),
+        (lambda: jax_mx.einsum("ab,bc", *fitting, fallback="fp8"), ValueError, "'fp8' is unknown"),
+        (lambda: jax_mx.ragged_dot(*groups, fallback="fp8"), ValueError, "'fp8' is unknown"),
         (lambda: jax_mx.matmul(X[:, :64], frozen, fallback="floats"), ValueError, "has blocks"),
         (lambda: jax_mx.einsum("ab,bc,cd->ad", *three), ValueError, "3 operands, this takes two"),
     ):

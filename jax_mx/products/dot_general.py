@@ -20,7 +20,7 @@ from jax_mx.products.arguments import (
     warn_of_fixed_keys,
 )
 from jax_mx.products.derivative import product
-from jax_mx.products.fallback import Fallback, as_floats, by_jax, plain_operands
+from jax_mx.products.fallback import Fallback, as_floats, by_jax, check_fallback, plain_operands
 from jax_mx.products.operand import QuantizedWeight
 from jax_mx.products.planning import (
     DimensionNumbers,
@@ -128,6 +128,7 @@ def multiplied(
 ) -> jax.Array:
     """`dot_general`, by the name of the function that a caller wrote."""
     check_out_sharding(op, out_sharding)
+    check_fallback(op, fallback)
     if is_floats(recipe):
         floats = as_floats(lhs, rhs)
         return by_jax(floats, dimension_numbers, precision, preferred_element_type, out_sharding)
@@ -323,6 +324,7 @@ def einsum(
     op = "einsum"
     if not isinstance(subscripts, str):
         raise TypeError(f"{op}: subscripts must be a string, got {shown(subscripts)}")
+    check_fallback(op, fallback)
     options: Any = {"precision": precision, "out_sharding": out_sharding}
     if is_floats(recipe):
         options["preferred_element_type"] = preferred_element_type

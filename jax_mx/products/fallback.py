@@ -29,6 +29,16 @@ class Plain(NamedTuple):
     dtype: Any
 
 
+def check_fallback(op: str, fallback: Any) -> None:
+    """Refuses what names no fallback, whether or not a product needs one.
+
+    Raises:
+      TypeError, ValueError: it names none.
+    """
+    if fallback is not None:
+        name_among(f"{op}: fallback", FALLBACKS, fallback)
+
+
 def plain_operands(
     op: str,
     fallback: Any,
@@ -41,7 +51,7 @@ def plain_operands(
 
     Args:
       op: for messages.
-      fallback: the caller's argument.
+      fallback: the caller's argument, which `check_fallback` has seen.
       operands: refused by MX.
       recipe: the caller's argument.
       implementation: the caller's argument.
@@ -49,11 +59,10 @@ def plain_operands(
 
     Raises:
       TypeError, ValueError: the refusal, without a fallback or if an operand is quantized; or
-        fallback, recipe or implementation are invalid.
+        recipe or implementation are invalid.
     """
     if fallback is None:
         raise error
-    name_among(f"{op}: fallback", FALLBACKS, fallback)
     check_recipe(op, recipe)
     implementation_of(op, named(op), implementation)
     operands = [held(x) for x in operands]

@@ -13,7 +13,7 @@ from jax_mx.products.arguments import (
     warn_of_fixed_keys,
 )
 from jax_mx.products.derivative import product
-from jax_mx.products.fallback import Fallback, groups_by_jax, plain_operands
+from jax_mx.products.fallback import Fallback, check_fallback, groups_by_jax, plain_operands
 from jax_mx.products.planning import planned_groups
 from jax_mx.products.recipes import AUTO, Recipe, is_floats
 from jax_mx.products.sides import Static
@@ -70,6 +70,7 @@ def ragged_dot(
     op = "ragged_dot"
     if group_offset is not None:
         raise NotImplementedError(f"{op}: group_offset must be None; slice rhs and group_sizes")
+    check_fallback(op, fallback)
     if is_floats(recipe):
         return groups_by_jax(lhs, rhs, group_sizes, precision, preferred_element_type)
     try:
