@@ -223,3 +223,19 @@ def test_messages():
          "quantized: recipe 'fp8' is unknown"),
     ):  # fmt: skip
         assert_refused(call, error, sentence)
+
+
+def test_a_derivative_that_closes_over_arrays():
+    """As JAX has it: by arguments, and refused by what is closed over."""
+    x, w = normal((64, 64)), normal((64, 64), 1)
+
+    def own(w):
+        function = jax.custom_vjp(lambda x, n: (x @ w, n))
+        function.defvjp(lambda x, n: (function(x, n), None), lambda _, dy: (dy[0] @ w.T, None))
+        return jax_mx.quantized(function, "mxfp8")
+
+    got = jax.grad(lambda x: own(w)(x, 3)[0].sum())(x)
+    want = jax.grad(lambda x: jax_mx.matmul(x, w, recipe="mxfp8").sum())(x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(Exception, match="closed-over value"):
+        jax.grad(lambda w: own(w)(x, 3)[0].sum())(w)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
@@ -402,27 +403,49 @@ def _with_derivative(
     JAX differentiates the equation as its author wrote it; the jaxprs of that derivative's forward
     and backward parts hold plain products, which become MX.
     """
-    floats = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in inputs]
+    # JAX refuses a derivative by what a function closes over: it is by what moves alone, which
+    # JAX tells outside of shard_map.
+    closes = equation.primitive.name == "custom_vjp_call" and bool(equation.params["num_consts"])
 
     @jax.custom_vjp
     def call(*args: Any) -> Any:
         return tuple(_call(rewrite, equation, args, scope))
 
-    def forward(*args: Any) -> Any:
-        def of_floats(*some: Any) -> Any:
-            leaves = iter(some)
-            pairs = zip(floats, args, strict=True)
-            whole = [next(leaves) if is_float else x for is_float, x in pairs]
-            return tuple(_bound(equation, whole))
+    def forward(*primals: Any) -> Any:
+        args = [p.value for p in primals] if closes else [*primals]
+        moved = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in args]
+        if closes:
+            moved = [p.perturbed and is_float for p, is_float in zip(primals, moved, strict=True)]
 
-        return jax.vjp(of_floats, *itertools.compress(args, floats))
+        def of_args(*args: Any) -> Any:
+            def of_moved(*some: Any) -> Any:
+                leaves = iter(some)
+                pairs = zip(moved, args, strict=True)
+                whole = [next(leaves) if is_moved else x for is_moved, x in pairs]
+                return tuple(_bound(equation, whole))
 
-    def backward(pull: Any, dy: Any) -> Any:
+            return jax.vjp(of_moved, *itertools.compress(args, moved))
+
+        results, pull = rewrite.applied(of_args, scope, *args)
+        # Places of what is moved lie in the tree, which is static.
+        return results, (pull, [() if is_moved else None for is_moved in moved])
+
+    def backward(kept: Any, dy: Any) -> Any:
+        pull, moved = kept
+        dy = tuple(_zeros(y) for y in dy)
         leaves = iter(rewrite.applied(lambda pull, dy: pull(dy), scope, pull, dy))
-        return tuple(next(leaves) if is_float else None for is_float in floats)
+        return tuple(None if place is None else next(leaves) for place in moved)
 
-    call.defvjp(lambda *args: rewrite.applied(forward, scope, *args), backward)
+    call.defvjp(forward, backward, symbolic_zeros=closes)
     return call(*inputs)
+
+
+def _zeros(y: Any) -> Any:
+    """A cotangent that JAX knows to be zeros, as an array."""
+    if not isinstance(y, jax.custom_derivatives.SymbolicZero):
+        return y
+    aval: Any = y.aval
+    return np.zeros(aval.shape, aval.dtype)
 
 
 INSIDE = {
