@@ -427,14 +427,14 @@ def _with_derivative(
             return jax.vjp(of_moved, *itertools.compress(args, moved))
 
         results, pull = rewrite.applied(of_args, scope, *args)
-        # Places of what is moved lie in the tree, which is static.
+        # Marks of what is moved lie in the tree, which is static.
         return results, (pull, [() if is_moved else None for is_moved in moved])
 
     def backward(kept: Any, dy: Any) -> Any:
         pull, moved = kept
         dy = tuple(_zeros(y) for y in dy)
         leaves = iter(rewrite.applied(lambda pull, dy: pull(dy), scope, pull, dy))
-        return tuple(None if place is None else next(leaves) for place in moved)
+        return tuple(None if mark is None else next(leaves) for mark in moved)
 
     call.defvjp(forward, backward, symbolic_zeros=closes)
     return call(*inputs)

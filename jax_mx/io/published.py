@@ -402,8 +402,7 @@ def _require_no_codes(files: Files, name: str, pairs: Pairs, has_config: bool) -
     """
     dtype, lacking = files.dtype(name), None
     if has_config and dtype in ("F8_E4M3", "F8_E5M2"):
-        ends = [scales for _, scales, _ in pairs]
-        lacking = " or ".join(name.removesuffix(".weight") + end for end in ends)
+        lacking = " or ".join(name.removesuffix(v) + s for v, s, _ in pairs)
     for values, scales, _ in pairs:
         is_code = dtype in CODES and (has_config or values != ".weight")
         if name.endswith(values) and is_code:
