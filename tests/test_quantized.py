@@ -239,3 +239,39 @@ def test_a_derivative_that_closes_over_arrays():
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     with pytest.raises(Exception, match="closed-over value"):
         jax.grad(lambda w: own(w)(x, 3)[0].sum())(w)
+
+
+def test_a_rule_that_closes_over_arrays_of_its_caller_gets_one_sentence():
+    def loss(x, w, mask):
+        masked = jax.custom_vjp(lambda x: jnp.where(mask, x @ w, 0))
+        masked.defvjp(lambda x: (masked(x), None), lambda _, dy: (jnp.where(mask, dy, 0) @ w.T,))
+        return masked(x).sum()
+
+    args = normal((32, 64)), normal((64, 64), 1), jnp.arange(64) % 2 == 0
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(NotImplementedError, match="closes over arrays .* as arguments"):
+            transform(jax_mx.quantized(loss, "mxfp8"))(*args)
+
+
+def test_expressions_without_a_scope_are_told_once():
+    def model(x, w):
+        with jax.named_scope("mlp"):
+            x = x @ w
+        with jax.named_scope("head"):
+            return x @ w
+
+    got = jax_mx.quantized(model, where={"mlpp": "mxfp8", "head": "mxfp8", "other": None})
+    with pytest.warns(UserWarning) as told:
+        got(X, W)
+        got(X, W)
+    (sentence,) = (str(w.message) for w in told)
+    assert sentence == "quantized: 'mlpp' matches no scope of a product; there is 'head', 'mlp'"
+    with pytest.warns(UserWarning, match="'mlp' matches no scope of a product; there is ''$"):
+        jax_mx.quantized(jnp.matmul, "mxfp8", where="mlp")(X, W)
+
+
+@pytest.mark.parametrize("answer", [np.bool_(True), np.bool_(False)])
+def test_an_answer_may_be_numpys(answer):
+    recipe = "mxfp8" if answer else "floats"
+    y = jax_mx.quantized(jnp.matmul, "mxfp8", where=lambda _: answer)(X, W)
+    np.testing.assert_allclose(y, jax_mx.matmul(X, W, recipe=recipe), rtol=1e-5, atol=1e-5)

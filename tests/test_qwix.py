@@ -134,3 +134,124 @@ def test_messages():
         Provider("mxfp8")
     with pytest.raises(ValueError, match="is no regular expression"):
         Provider({"(": "mxfp8"})
+
+
+PRODUCTS = {
+    "at": lambda x, w: x @ w,
+    "at, the weight first": lambda x, w: (w.T @ x.T).T,
+    "a method": lambda x, w: x.dot(w),
+    "matmul": lambda x, w: jnp.matmul(x, w),
+    "dot": lambda x, w: jnp.dot(x, w),
+    "matmul, the weight first": lambda x, w: jnp.matmul(w.T, x[None].mT)[0].T,
+    "dot, three dimensions": lambda x, w: jnp.dot(x[None], w)[0],
+    "a row": lambda x, w: jnp.stack([row @ w for row in x]),
+    "tensordot": lambda x, w: jnp.tensordot(x, w, 1),
+    "jit": lambda x, w: jax.jit(lambda x: x @ w)(x),
+    "checkpoint": lambda x, w: jax.checkpoint(jnp.matmul)(x, w),
+    "map": lambda x, w: jax.lax.map(lambda rows: rows @ w, x.reshape(4, 8, 64)).reshape(32, 48),
+}
+
+
+@pytest.mark.parametrize("way", PRODUCTS)
+def test_every_way_of_a_product_whoever_was_first(way):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return PRODUCTS[way](x, self.param("w", nn.initializers.normal(), (64, 48)))
+
+    def computed(model):
+        if "first" not in way:  # an array does not say whose transpose it is
+            yield model.apply(params, X)
+        yield jax.jit(model.apply)(params, X)
+
+    model = Layer()
+    recipe = jax_mx.Recipe("mxfp8_e4m3", "mxfp8_e4m3")
+    params = {"params": {"w": normal((64, 48), seed=1)}}
+    floats = X @ params["params"]["w"]
+    want = jax_mx.matmul(X, params["params"]["w"], recipe=recipe)
+    quantized = qwix.quantize_model(model, Provider({".*": recipe}))
+    for _ in range(2):  # JAX keeps what it traced, for either
+        for y in computed(quantized):
+            np.testing.assert_allclose(y, want, atol=1e-6 * float(jnp.abs(want).max()))
+        for y in (*computed(model), X @ params["params"]["w"]):
+            np.testing.assert_allclose(y, floats, atol=1e-6 * float(jnp.abs(floats).max()))
+
+
+def test_a_function_of_jnp_by_another_name_stays_in_floats():
+    matmul, inner = jnp.matmul, jnp.inner
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w = self.param("w", nn.initializers.normal(), (64, 56))
+            return matmul(x, w), inner(x, self.param("v", nn.initializers.normal(), (56, 64)))
+
+    w = normal((64, 56), seed=1)  # no other test has traced these shapes
+    params = {"params": {"w": w, "v": w.T}}
+    with pytest.warns(UserWarning, match="matches no path"):
+        got = qwix.quantize_model(Layer(), Provider({".*": "mxfp8"})).apply(params, X)
+    want = jnp.einsum("bk,kn->bn", X, w)
+    for y in (*got, X @ w, jnp.inner(X, w.T)):  # nobody else meets a trace in MX
+        np.testing.assert_allclose(y, want, atol=1e-6 * float(jnp.abs(want).max()))
+
+
+class Wrapped(nnx.Module):
+    """A layer within another transformation."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return jax.nn.relu(self.linear(x))
+
+
+class Lora(nnx.Module):
+    """Two parameters of a low rank beside a layer's own."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.LoRALinear(64, 64, lora_rank=32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class Transformed(nnx.Module):
+    """One transformation of nnx around a layer."""
+
+    def __init__(self, transform, rngs):
+        self.layer, self.transform = Wrapped(rngs), transform
+
+    def __call__(self, x):
+        return self.transform(lambda layer, x: layer(x))(self.layer, x)
+
+
+@pytest.mark.parametrize("way", ["lora", "remat", "jit", "scan"])
+def test_a_model_that_runs_eagerly_transforms_inside(way):
+    def scanned(f):
+        def once(layer, x):
+            y, _ = nnx.scan(
+                lambda carry, _: (f(layer, carry), None), in_axes=(nnx.Carry, 0), length=1
+            )(x, jnp.zeros(1))
+            return y
+
+        return once
+
+    transforms = {"remat": nnx.remat, "jit": nnx.jit, "scan": scanned}
+    model = Lora(nnx.Rngs(0)) if way == "lora" else Transformed(transforms[way], nnx.Rngs(0))
+    quantized = qwix.quantize_model(model, Provider({".*": "mxfp8"}), X)
+    y, floats = quantized(X), model(X)
+    off = jnp.linalg.norm(y - floats) / jnp.linalg.norm(floats)
+    assert 0 < off < 0.1
+    np.testing.assert_array_equal(bits(nnx.jit(lambda m, x: m(x))(quantized, X)), bits(y))
+
+
+def test_a_pattern_without_a_module_is_told_once():
+    model = Linen()
+    params = model.init(jax.random.key(1), X)
+    rules = {"layer_0": "mxfp8", "other": None, "up": "mxfp8"}
+    quantized = qwix.quantize_model(model, Provider(rules))
+    told = r"'layer_0' matches no path of a module .*; there is '', 'router', 'up'"
+    with pytest.warns(UserWarning, match=told) as found:
+        quantized.apply(params, X)
+        quantized.apply(params, X)
+    assert len([w for w in found if "matches no path" in str(w.message)]) == 1

@@ -37,7 +37,8 @@ class Candidate(NamedTuple):
       lhs: its shape and dtype.
       rhs: its shape and dtype.
       dimension_numbers: of a dot_general; None for a ragged_dot.
-      scope: of `jax.named_scope`, which flax and others set: "decoder/mlp".
+      scope: of `jax.named_scope`, which linen and haiku set by their modules' names, and nnx and
+        equinox do not: "decoder/mlp".
     """
 
     op: str
@@ -63,17 +64,19 @@ def quantized(
     may stand in jit, scan, while, cond, checkpoint, shard_map, and in functions with custom
     derivatives. All else stays. jit, grad, vmap and meshes work as on f. Transform the loss before
     you differentiate it, so that the recipe also serves the gradients' products. Each call traces
-    f, so jit the caller.
+    f, so jit the caller. A trace keeps what f returns: let it return what it changes, say the
+    statistics of an nnx module, as `jax.jit` wants it.
 
     Args:
       f: a function of pytrees that returns pytrees. Leaves of its arguments that are no arrays of
-        JAX, so NumPy's arrays too, are constants.
+        JAX, so NumPy's arrays too, are constants: products of two of them stay as they are.
       recipe: of the products, see `dot_general`.
       where: the choice of products. None: all ragged ones, and dense ones without batch dimensions,
         as attention's scores have these and weights do not. A regular expression: of these, the
         products whose scope it matches somewhere. A mapping from expressions to recipes: the first
-        match counts, and None leaves a product in floats. A function of a `Candidate`, with batch
-        dimensions or without: it returns a bool, or a recipe.
+        match counts, and None leaves a product in floats. A warning tells an expression that is
+        found in no scope. A function of a `Candidate`, with batch dimensions or without: it returns
+        a bool, or a recipe.
 
     Returns:
       A function like f. A chosen product that MX cannot take stays in floats, and a warning says
@@ -82,6 +85,7 @@ def quantized(
 
     Raises:
       TypeError: f is no function, or the recipe or `where` is of another type.
+      NotImplementedError: a rule of a custom derivative closes over arrays of its caller.
       ValueError: the recipe is unknown, or an expression is not regular. A call of the result
         raises both for an answer of the function `where` that is neither a bool nor a recipe.
     """
@@ -92,7 +96,10 @@ def quantized(
 
     @functools.wraps(f, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _Rewrite(choice, left, {}).applied(f, "", *args, **kwargs)
+        results = _Rewrite(choice, left, {}).applied(f, "", *args, **kwargs)
+        if isinstance(choice, _ByScope):
+            choice.tell(left)
+        return results
 
     return call
 
@@ -104,8 +111,7 @@ def _choice(where: Where, recipe: Any) -> Callable[[Candidate], Any]:
     if isinstance(where, str):
         where = {where: recipe}
     if isinstance(where, Mapping):
-        rules = rules_of(OP, where)
-        return lambda product: _ruled(rules, product)
+        return _ByScope(rules_of(OP, where))
     if not callable(where):
         raise TypeError(
             f"{OP}: where must be None, a regular expression, a mapping of these to recipes, or a "
@@ -114,10 +120,10 @@ def _choice(where: Where, recipe: Any) -> Callable[[Candidate], Any]:
 
     def asked(product: Candidate) -> Any:
         answer = where(product)
-        if answer is None or answer is False:
+        if answer is None:
             return None
-        if answer is True:
-            return recipe
+        if isinstance(answer, bool | np.bool_):
+            return recipe if answer else None
         check_recipe(OP, answer)
         return answer
 
@@ -128,11 +134,24 @@ def _is_of_weights(product: Candidate) -> bool:
     return product.op == "ragged_dot" or not product.dimension_numbers[1][0]
 
 
-def _ruled(rules: dict[re.Pattern, Any], product: Candidate) -> Any:
-    if not _is_of_weights(product):
-        return None
-    matching = (recipe for pattern, recipe in rules.items() if pattern.search(product.scope))
-    return next(matching, None)
+class _ByScope:
+    """A choice by expressions, the first that is found in a product's scope; see `quantized`."""
+
+    def __init__(self, rules: dict[re.Pattern, Any]):
+        self._rules, self._scopes = rules, set[str]()
+
+    def __call__(self, product: Candidate) -> Any:
+        if not _is_of_weights(product):
+            return None
+        self._scopes.add(product.scope)
+        matching = (r for pattern, r in self._rules.items() if pattern.search(product.scope))
+        return next(matching, None)
+
+    def tell(self, left: Left) -> None:
+        """Tells expressions that no scope up to now has."""
+        for pattern, recipe in self._rules.items():
+            if recipe is not None and not any(map(pattern.search, self._scopes)):
+                left.tell_unmatched(pattern.pattern, "scope of a product", self._scopes)
 
 
 class _Rewrite(NamedTuple):
@@ -162,6 +181,11 @@ class _Rewrite(NamedTuple):
 
         arrays = [leaves[i] for i in at]
         closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+        if not all(map(private.is_alive, closed.consts)):
+            raise NotImplementedError(
+                f"{OP}: a rule of a custom derivative closes over arrays that its caller computes "
+                "or gets, which jax.grad of a jitted function refuses, too; pass them as arguments"
+            )
         results = self.run(closed.jaxpr, closed.consts, arrays, scope)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

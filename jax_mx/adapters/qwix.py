@@ -6,8 +6,10 @@ inner names of qwix, which its own providers use too, tell a weight and end inte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,12 +19,16 @@ from qwix._src import interception
 from qwix._src.utils import flax_util
 
 from jax_mx.adapters.rules import Left, Rules, is_float, rules_of
+from jax_mx.launch.private import is_lowering
 from jax_mx.products.dot_general import dot_general, einsum, with_weight_first
 from jax_mx.products.planning import swapped_numbers
 from jax_mx.products.ragged_dot import ragged_dot
 from jax_mx.products.recipes import AUTO
 
 OP = "jax_mx.adapters.qwix.Provider"
+JITTED = ("dot", "inner", "matmul", "matvec", "vdot", "vecmat")  # products of jnp that JAX jits
+INSIDE = SimpleNamespace(**{name: getattr(jnp, name).__wrapped__ for name in JITTED})
+LETTERS = "abcdefghijlmnopqrstuvwxyz"  # of free dimensions; k is the contracted one
 
 
 class Provider(qwix.QuantizationProvider):
@@ -31,10 +37,12 @@ class Provider(qwix.QuantizationProvider):
         provider = Provider({r"layers/.*": "mxfp8"})
         model = qwix.quantize_model(model, provider)  # of nnx: ..., provider, *inputs)
 
-    It replaces `jax.lax.dot_general`, `jnp.einsum` and `jax.lax.ragged_dot` in modules whose path a
-    pattern matches, where an operand is a parameter of the module: so attention's scores stay in
-    floats. That operand is the recipe's rhs, the weight, on whichever side it stands. A product
-    that MX cannot take stays in floats, and a warning says why, once.
+    It replaces `x @ w`, `jnp.matmul`, `jnp.dot`, `jnp.einsum`, `jax.lax.dot_general` and
+    `jax.lax.ragged_dot` in modules whose path a pattern matches, where an operand is a parameter of
+    the module: so attention's scores stay in floats. That operand is the recipe's rhs, the weight,
+    on whichever side it stands. A product that MX cannot take stays in floats, and a warning says
+    why, once. Another tells a pattern that no module of the first call matches. Other names of
+    `jnp.matmul` and `jnp.dot`, say by `from jax.numpy import dot`, compute in floats.
 
     Args:
       rules: a recipe for each pattern, see `dot_general`. A pattern is a regular expression that
@@ -48,16 +56,32 @@ class Provider(qwix.QuantizationProvider):
     def __init__(self, rules: Rules | None = None):
         rules = {".*": AUTO} if rules is None else rules
         self._recipes = {pattern.pattern: recipe for pattern, recipe in rules_of(OP, rules).items()}
-        self._left = Left(OP)
+        self._left, self._paths = Left(OP), set[str]()
         super().__init__([qwix.QuantizationRule(module_path=path) for path in self._recipes])
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """The functions that stand for JAX's in the model."""
+        # `x @ w` looks its function up where JAX defines it. JAX jits these, and keeps what it has
+        # traced: an MX product inside would reach other callers. So inside all is as it was.
+        places = "jax.numpy", "jax._src.numpy.tensor_contractions"
+        inside = {f"{__name__}.INSIDE.{name}": _plain(f) for name, f in vars(INSIDE).items()}
         return super().get_intercept_map() | {
             "jax.lax.dot_general": self.dot_general,
             "jax.numpy.einsum": self.einsum,
             "jax.lax.ragged_dot": self.ragged_dot,
+            **{f"{place}.matmul": self.matmul for place in places},
+            **{f"{place}.dot": self.dot for place in places},
+            **inside,
         }
+
+    def process_model_output(self, method_name: str, model_output: Any) -> Any:
+        """What qwix does behind a call; tells, behind the first one, patterns without a module."""
+        if not self._initial_run_complete:
+            for pattern, recipe in self._recipes.items():
+                if recipe is not None and not any(re.fullmatch(pattern, p) for p in self._paths):
+                    what = "path of a module that multiplies by its parameters"
+                    self._left.tell_unmatched(pattern, what, self._paths)
+        return super().process_model_output(method_name, model_output)
 
     def dot_general(
         self, lhs: Any, rhs: Any, dimension_numbers: Any, *args: Any, **kwargs: Any
@@ -73,19 +97,25 @@ class Provider(qwix.QuantizationProvider):
 
     def einsum(self, subscripts: Any, *operands: Any, **kwargs: Any) -> jax.Array:
         """jnp.einsum as a rule has it."""
-        recipe = self._recipe("einsum", *operands)
-        asked = {name for name, value in kwargs.items() if value is not None}
-        ours = asked <= {"precision", "preferred_element_type", "out_sharding", "optimize"}
-        if recipe is None or not ours or not isinstance(subscripts, str):
-            return _plain(jnp.einsum)(subscripts, *operands, **kwargs)
-        text, taken = subscripts.replace(" ", ""), operands
-        if len(operands) == 2 and _is_weight(operands[0]) and not _is_weight(operands[1]):
-            sides, arrow, out = text.partition("->")
-            text, taken = ",".join(reversed(sides.split(","))) + arrow + out, operands[::-1]
-        if not self._can(recipe, text, *taken):
-            return _plain(jnp.einsum)(subscripts, *operands, **kwargs)
-        options = {name: kwargs[name] for name in asked - {"optimize"}}
-        return _plain(einsum)(text, *taken, recipe=recipe, **options)
+        plain = partial(jnp.einsum, subscripts)
+        text = subscripts.replace(" ", "") if isinstance(subscripts, str) else None
+        return self._by_letters("einsum", plain, text, operands, kwargs)
+
+    def matmul(self, a: Any, b: Any, **kwargs: Any) -> jax.Array:
+        """jnp.matmul, and @, as a rule has it."""
+        left, right = jnp.ndim(a), jnp.ndim(b)
+        lhs, rhs = "...mk" if left > 1 else "k", "...kn" if right > 1 else "k"
+        free = "..." * (max(left, right) > 1) + "m" * (left > 1) + "n" * (right > 1)
+        return self._by_letters("matmul", jnp.matmul, f"{lhs},{rhs}->{free}", (a, b), kwargs)
+
+    def dot(self, a: Any, b: Any, **kwargs: Any) -> jax.Array:
+        """jnp.dot as a rule has it."""
+        text = None
+        if jnp.ndim(a) and jnp.ndim(b):
+            left, right = LETTERS[: jnp.ndim(a) - 1], LETTERS[-jnp.ndim(b) + 1 :]
+            before, after = (right[:-1], right[-1]) if jnp.ndim(b) > 1 else ("", "")
+            text = f"{left}k,{before}k{after}->{left}{before}{after}"
+        return self._by_letters("dot", jnp.dot, text, (a, b), kwargs)
 
     def ragged_dot(
         self, lhs: Any, rhs: Any, group_sizes: Any, *args: Any, **kwargs: Any
@@ -96,18 +126,47 @@ class Provider(qwix.QuantizationProvider):
             return _plain(jax.lax.ragged_dot)(lhs, rhs, group_sizes, *args, **kwargs)
         return _plain(ragged_dot)(lhs, rhs, group_sizes, *args, recipe=recipe, **kwargs)
 
+    def _by_letters(
+        self,
+        op: str,
+        plain: Callable[..., Any],
+        text: str | None,
+        operands: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> jax.Array:
+        """A product that subscripts of einsum say, or what is plain, if they are None or others."""
+        recipe = None if text is None else self._recipe(op, *operands)
+        asked = {name for name, value in kwargs.items() if value is not None}
+        ours = asked <= {"precision", "preferred_element_type", "out_sharding", "optimize"}
+        if text is None or recipe is None or not ours:
+            return _plain(plain)(*operands, **kwargs)
+        taken = operands
+        if len(operands) == 2 and _is_weight(operands[0]) and not _is_weight(operands[1]):
+            sides, arrow, out = text.partition("->")
+            text, taken = ",".join(reversed(sides.split(","))) + arrow + out, operands[::-1]
+        if not self._can(recipe, text, *taken):
+            return _plain(plain)(*operands, **kwargs)
+        options = {name: kwargs[name] for name in asked - {"optimize"}}
+        return _plain(einsum)(text, *taken, recipe=recipe, **options)
+
     def _recipe(self, op: str, *operands: Any, is_weight: bool = False) -> Any:
         """The recipe of a product in the module that computes; None: it stays in floats."""
-        rule, _ = self._get_current_rule_and_op_id(op)
-        recipe = None if rule is None else self._recipes[rule.module_path]
-        if recipe is None or not all(map(is_float, operands)):
+        if is_lowering():  # what JAX, or jax_mx, makes of a product that was traced before
             return None
-        return recipe if is_weight or any(map(_is_weight, operands)) else None
+        rule, _ = self._get_current_rule_and_op_id(op)
+        if not all(map(is_float, operands)) or not (is_weight or any(map(_is_weight, operands))):
+            return None
+        self._paths.add(_path())
+        return None if rule is None else self._recipes[rule.module_path]
 
     def _can(self, recipe: Any, options: Any, *operands: Any) -> bool:
         """Whether MX takes the product; tells if not."""
-        path = "/".join(map(str, flax_util.get_current_module_path()))
-        return _plain(self._left.takes)(recipe, options, *operands, where=path)
+        return _plain(self._left.takes)(recipe, options, *operands, where=_path())
+
+
+def _path() -> str:
+    """The path of the module that computes."""
+    return "/".join(map(str, flax_util.get_current_module_path()))
 
 
 def _is_weight(x: Any) -> bool:

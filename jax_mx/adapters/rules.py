@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax_mx.products.recipes import Recipe, check_recipe
 
 # A recipe for each pattern, the first that matches counts; None leaves a product in floats.
 Rules = Mapping[str, Recipe | str | None]
+MOST_NAMES = 5  # that a warning lists
 
 
 def rules_of(op: str, rules: Any) -> dict[re.Pattern, Any]:
@@ -42,17 +43,25 @@ def is_float(x: Any) -> bool:
 
 
 class Left:
-    """The products that stay in floats though they were chosen; each is told once."""
+    """Tells once what stays in floats though it was chosen, and which patterns choose nothing."""
 
     def __init__(self, op: str):
         self._op, self._told = op, set[str]()
 
     def tell(self, operand: str, why: str) -> None:
         """Warns, the first time."""
-        sentence = f"{self._op}: {operand} stays in floats: {why}"
+        self._warn(f"{operand} stays in floats: {why}")
+
+    def tell_unmatched(self, pattern: str, what: str, names: Iterable[str]) -> None:
+        """Warns, the first time, that a pattern matches none of these names."""
+        some = sorted({*names})
+        there = ", ".join(map(repr, some[:MOST_NAMES])) + ", ..." * (len(some) > MOST_NAMES)
+        self._warn(f"{pattern!r} matches no {what}; there is {there or 'none'}")
+
+    def _warn(self, sentence: str) -> None:
         if sentence not in self._told:
             self._told.add(sentence)
-            warnings.warn(sentence, UserWarning, stacklevel=depth())
+            warnings.warn(f"{self._op}: {sentence}", UserWarning, stacklevel=depth())
 
     def takes(self, recipe: Any, options: Any, *operands: Any, where: str = "") -> bool:
         """Whether MX takes a product, see `can_multiply`; tells if not."""

@@ -54,6 +54,21 @@ def is_tracing() -> bool:
     return not core.trace_state_clean()
 
 
+def is_lowering() -> bool:
+    """Whether JAX lowers a program now, so that what is traced is a part of an equation's rule."""
+    return ir.Context.current is not None
+
+
+def is_alive(x: Any) -> bool:
+    """Whether an array can be computed with: a tracer of a finished program cannot."""
+    of_x = x._trace if isinstance(x, core.Tracer) else None
+    alive: list[Any] = [core.trace_ctx.trace]
+    for trace in alive:  # which grows: a trace and those that it hands values to
+        names = ("parent_trace", "tangent_trace", "jaxpr_trace")
+        alive += [getattr(trace, name) for name in names if hasattr(trace, name)]
+    return of_x in alive or not isinstance(of_x, partial_eval.DynamicJaxprTrace)
+
+
 def is_staged() -> bool:
     """Whether what is computed now becomes a part of a program, so that constants stay in it."""
     trace: Any = core.trace_ctx.trace
