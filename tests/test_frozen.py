@@ -50,6 +50,20 @@ def test_no_gradient_by_a_frozen_weight(f, format):
             assert_refused(call, TypeError, "an MXArray is among what is differentiated")
 
 
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1"])
+@pytest.mark.parametrize(
+    "take", [jax.grad, jax.value_and_grad, jax.jacrev, jax.jacfwd, jax.hessian]
+)
+def test_every_plain_derivative_is_refused(format, take):
+    """By JAX itself where codes are integers."""
+    params = {"frozen": jax_mx.quantize(W, format, axis=0), "bias": jnp.zeros(96)}
+    sentence = "inputs.* got uint8|(tangent|input) dtype"
+    if format == "mxfp8_e4m3":
+        sentence = "an MXArray is among what is differentiated"
+    with pytest.raises(TypeError, match=sentence):
+        take(loss)(params)
+
+
 @pytest.mark.parametrize("optimizer", [
     optax.sgd(1e-2), optax.adamw(1e-2), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)),
     optax.multi_transform({"t": optax.sgd(1e-2), "f": optax.set_to_zero()}, lambda p: {

@@ -201,6 +201,21 @@ def test_keys_of_a_recipe_may_be_traced():
     assert not np.array_equal(a, b)
 
 
+def test_each_product_rounds_by_a_key_of_its_own():
+    recipe = jax_mx.mxfp4_backward(jax.random.key(0))
+    dy = normal((32, 64), 3)
+
+    def loss(multiply, w, v):
+        return (jax.jit(multiply)(X, w) * dy).sum() + (jax.jit(multiply)(X, v) * dy).sum()
+
+    got = jax.grad(jax_mx.quantized(functools.partial(loss, jnp.matmul), recipe), (0, 1))(W, W)
+    for i in range(2):
+        matmul = functools.partial(jax_mx.matmul, recipe=recipe.fold_in(i))
+        want = jax.grad(lambda w, multiply=matmul: (multiply(X, w) * dy).sum())(W)
+        np.testing.assert_array_equal(got[i], want)
+    assert not np.array_equal(*got)
+
+
 def test_vmap_and_a_whole_step():
     got = jax_mx.quantized(jnp.matmul, "mxfp8")
     xs = jnp.stack([X, 2 * X])

@@ -1,10 +1,12 @@
 """Grouped products: `ragged_dot` and what serves it, against loops over groups."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_bits_equal, assert_refused
+from helpers import assert_bits_equal, assert_refused, normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from moe_oracle import Products
@@ -333,3 +335,25 @@ def test_devices_share_it_under_jit(x_spec, w_spec):
     assert any("jax_mx.moe" in note for note in notes)
     if x_spec == P():
         assert y.sharding.spec == P(None, "a")
+
+
+SHAPES = (64, 96), (3, 96, 32)
+
+
+@pytest.mark.parametrize("types", [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_types_promote_as_in_jax(types):
+    x, w = (normal(s, i).astype(t) for i, (s, t) in enumerate(zip(SHAPES, types, strict=True)))
+    sizes = jnp.array([40, 0, 24])
+
+    def value_and_gradients(x, w, **preferred):
+        f = functools.partial(jax_mx.ragged_dot, recipe="mxfp8", **preferred)
+        return jax.vjp(lambda x, w: f(x, w, sizes), x, w)
+
+    with jax.numpy_dtype_promotion("standard"):
+        y, pull = value_and_gradients(x, w)
+        assert y.dtype == jax.lax.ragged_dot(x, w, sizes).dtype == jnp.float32
+        want, pull_want = value_and_gradients(x, w, preferred_element_type=jnp.float32)
+    np.testing.assert_array_equal(y, want)
+    for got, want, operand in zip(pull(y), pull_want(y), (x, w), strict=True):
+        assert got.dtype == operand.dtype
+        np.testing.assert_array_equal(got, want)

@@ -70,7 +70,9 @@ def quantized(
     Args:
       f: a function of pytrees that returns pytrees. Leaves of its arguments that are no arrays of
         JAX, so NumPy's arrays too, are constants: products of two of them stay as they are.
-      recipe: of the products, see `dot_general`.
+      recipe: of the products, see `dot_general`. If it rounds at random, as `mxfp4_backward(key)`
+        does, each product folds a number of its own into the key. Steps of a scan round alike, and
+        so do calls with one key: make the recipe of each step's key in the function that is jitted.
       where: the choice of products. None: all ragged ones, and dense ones without batch dimensions,
         as attention's scores have these and weights do not. A regular expression: of these, the
         products whose scope it matches somewhere. A mapping from expressions to recipes: the first
@@ -96,7 +98,7 @@ def quantized(
 
     @functools.wraps(f, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        results = _Rewrite(choice, left, {}).applied(f, "", *args, **kwargs)
+        results = _Rewrite(choice, left, {}, itertools.count()).applied(f, "", *args, **kwargs)
         if isinstance(choice, _ByScope):
             choice.tell(left)
         return results
@@ -161,11 +163,13 @@ class _Rewrite(NamedTuple):
       choice: gives a candidate's recipe, or None.
       left: tells what stays in floats.
       known: the recipes of equations, by identity and scope; it keeps the equations alive.
+      numbers: of products, which keys of a recipe fold in.
     """
 
     choice: Callable[[Candidate], Any]
     left: Left
     known: dict[tuple[int, str], tuple[Any, Any]]
+    numbers: Iterator[int]
 
     def applied(self, f: Callable[..., Any], scope: str, *args: Any, **kwargs: Any) -> Any:
         """The result of f, of this scope, with its products in MX."""
@@ -215,6 +219,8 @@ class _Rewrite(NamedTuple):
     def equation(self, equation: Any, inputs: Sequence[Any], scope: str) -> Sequence[Any]:
         """The results of an equation."""
         if (recipe := self.recipe_of(equation, scope)) is not None:
+            has_keys = isinstance(recipe, Recipe) and jax.tree.leaves(recipe)
+            recipe = recipe.fold_in(next(self.numbers)) if has_keys else recipe
             return [_product(equation, inputs, recipe)]
         if self.has_product(equation, scope):
             name = equation.primitive.name

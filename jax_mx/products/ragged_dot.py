@@ -47,8 +47,7 @@ def ragged_dot(
       group_sizes: integers (G,), the number of rows of each group. Rows behind the last group give
         0. Sizes beyond the rows of lhs do not count, and negative sizes are 0.
       precision: see `dot_general`.
-      preferred_element_type: of the result: bfloat16, float16 or float32; the type of lhs by
-        default.
+      preferred_element_type: of the result, see `dot_general`.
       group_offset: None; the argument exists for JAX's signature.
       recipe: the rule for floats, see `dot_general`. The windows "row" and "shard" of wgrad are
         refused, so `MXFP8_ROWS` is; take `MXFP8_WINDOWS`.

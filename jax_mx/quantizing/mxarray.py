@@ -66,7 +66,8 @@ class MXArray:
     Indexing, reshaping and joining work as on an array of JAX, while blocks and tiles stay whole:
     `q[rows]`, `q.reshape`, `q.mT`, `jax_mx.swapaxes`, `jax_mx.concatenate`, `jax_mx.stack`.
     jax.numpy's functions refuse an MXArray. `zeros_like` and its kin take anything with a shape and
-    a dtype, and give a bare array; `jax.tree.map(jnp.zeros_like, q)` gives an MXArray.
+    a dtype, and give a bare array. `jax.tree.map(jnp.zeros_like, q)` gives an MXArray that
+    dequantizes to NaN, as float8_e8m0fnu has no zero: a template, not an update to add.
 
     jax.tree.map treats values and scales alike. Use it only on leading axes, on whole rows of
     row-major scales, or on whole shards; else index q. After most other cuts the shapes of values
