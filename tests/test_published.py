@@ -329,6 +329,11 @@ REFUSED = {
         {"quant_method": "quark", "global_quant_config": {"weight": {**QUARK, "ch_axis": 0}}}, {},
         {}, "e8m0 along axis 0 (quark)",
     ),
+    "rotated activations": (
+        {"quant_method": "quark", "global_quant_config": {"weight": QUARK},
+         "algo_config": [{"name": "rotation", "r1": True, "r4": True}]}, {}, {},
+        "e8m0 with rotated activations (quark)",
+    ),
     "nvfp4 without a config": (
         None, {".weight": PACKED, ".weight_scale": codes_of((40, 8))},
         {".weight_scale": "F8_E4M3"}, "no quantization_config says what",

@@ -21,7 +21,7 @@ OP = "quantize_params"
 def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
     """Quantizes the weights of a model for serving whose names match a pattern.
 
-        params = quantize_params(params, {r".*(embed|lm_head|router).*": None, ".*": "mxfp4"})
+        params = quantize_params(params, {r".*(embed|head|router|norm).*": None, ".*": "mxfp4"})
         y = jax_mx.einsum("bk,nk->bn", x, params["mlp.up"], recipe="bf16")
 
     The weights are frozen: an `MXArray` has no gradient. For training see `quantize_weights`.
@@ -33,7 +33,8 @@ def quantize_params(params: Any, rules: Rules, *, axis: int = -1) -> Any:
       rules: a recipe, or its name, for each pattern. Weights get the recipe's format, scaling,
         block and window of rhs in the forward product. A pattern is a regular expression for the
         whole path, "layers/0/mlp/up"; the first match counts. None and "bf16" leave an array in
-        floats, as does a path without a match.
+        floats, as does a path without a match. Arrays that are stacked over layers, say norms
+        (layers, D), count as weights: give them None.
       axis: the axis that products contract: -1 for weights (outputs, inputs), as PyTorch has them,
         -2 for kernels (inputs, outputs), as flax has them.
 

@@ -84,17 +84,22 @@ def _of_modelopt(config: Config) -> list[str]:
 
 
 def _of_quark(config: Config) -> list[str]:
-    """Quark: a dtype and a shape of blocks, of all and of single layers."""
+    """Quark: a dtype and a shape of blocks, of all and of single layers, and what codes need."""
     layers = [config.get("global_quant_config"), *(config.get("layer_quant_config") or {}).values()]
     weights = [layer["weight"] for layer in layers if layer and layer.get("weight")]
-    return [
-        f"{w['dtype']} {w['qscheme']} {w.get('block_size') or w.get('group_size')} "
-        f"{w.get('scale_format')}"
-        + (f" along axis {w['ch_axis']}" if w.get("ch_axis") not in (None, -1, 1) else "")
-        if isinstance(w, Mapping)
-        else "several quantizers in turn"
-        for w in weights
-    ]
+    algorithms = config.get("algo_config") or []
+    algorithms = algorithms if isinstance(algorithms, list) else [algorithms]
+    # The others of a rotation's matrices lie in the weights themselves, or turn keys and queries.
+    turns = any(a.get(part) for a in algorithms for part in ("r4", "online_r1_rotation"))
+    return [_of_quarks_weight(weight) + " with rotated activations" * turns for weight in weights]
+
+
+def _of_quarks_weight(weight: Any) -> str:
+    if not isinstance(weight, Mapping):
+        return "several quantizers in turn"
+    length, axis = weight.get("block_size") or weight.get("group_size"), weight.get("ch_axis")
+    way = f"{weight['dtype']} {weight['qscheme']} {length} {weight.get('scale_format')}"
+    return way + f" along axis {axis}" * (axis not in (None, -1, 1))
 
 
 def _of_tiles(config: Config) -> list[str]:
