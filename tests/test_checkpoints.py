@@ -310,6 +310,11 @@ def test_safetensors_that_are_refused(tmp_path):
         ([made()], TypeError, "save_safetensors: tensors must be a dictionary of arrays by name"),
         ({3: made()}, TypeError, "save_safetensors: tensors must be a dictionary"),
         ({"a": {"b": made()}}, TypeError, "'a' must be an array or an MXArray"),
+        (
+            {"a": jax_mx.MXFP8.quantize_weight(jnp.ones((64, 32)))},
+            TypeError,
+            "'a' must be an array or an MXArray, got QuantizedWeight; save its .floats",
+        ),
         ({"a": "text"}, TypeError, "'a' must be an array or an MXArray"),
         ({"a": [[1], [2, 3]]}, TypeError, "'a' must be an array or an MXArray"),
         ({"a": jax.random.key(0)}, TypeError, "'a' is a key; save jax.random.key_data of it"),
