@@ -262,11 +262,10 @@ def _held(op: str, name: str, array: Any) -> np.ndarray | jax.Array:
         except (TypeError, ValueError):  # lists of lists of different lengths
             held = np.array(None)
         if held.dtype.kind in "OSU":
-            advice = "of nested dictionaries, give each array a name, as in {'a.b': array}"
-            if hasattr(array, "floats"):  # of a QuantizedWeight, which quantizes anew each step
-                advice = "save its .floats, or what `jax_mx.quantize` makes of them"
             raise TypeError(
-                f"{op}: {name!r} must be an array or an MXArray, got {shown(array)}; {advice}"
+                f"{op}: {name!r} must be an array or an MXArray, got {shown(array)}; of a "
+                "QuantizedWeight save its .floats, of nested dictionaries give each array a name "
+                "of its own, as in {'a.b': array}"
             )
         if dtype is None:
             held = _as_jax_takes(op, name, held)
