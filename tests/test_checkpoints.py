@@ -313,7 +313,7 @@ def test_safetensors_that_are_refused(tmp_path):
         (
             {"a": jax_mx.MXFP8.quantize_weight(jnp.ones((64, 32)))},
             TypeError,
-            "'a' must be an array or an MXArray, got QuantizedWeight; of a QuantizedWeight save its",
+            "'a' must be an array or an MXArray, got QuantizedWeight; of a QuantizedWeight save",
         ),
         ({"a": "text"}, TypeError, "'a' must be an array or an MXArray"),
         ({"a": [[1], [2, 3]]}, TypeError, "'a' must be an array or an MXArray"),
