@@ -255,3 +255,16 @@ def test_a_pattern_without_a_module_is_told_once():
         quantized.apply(params, X)
         quantized.apply(params, X)
     assert len([w for w in found if "matches no path" in str(w.message)]) == 1
+
+
+def test_a_norms_scale_is_no_product_of_a_matrix():
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.einsum("...k,k->...k", x, self.param("scale", nn.initializers.ones, (64,)))
+
+    model = qwix.quantize_model(Norm(), Provider({"no": None, ".*": "mxfp8"}))
+    params = {"params": {"scale": normal((64,))}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        np.testing.assert_array_equal(model.apply(params, X), X * params["params"]["scale"])

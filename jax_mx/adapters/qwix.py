@@ -138,7 +138,7 @@ class Provider(qwix.QuantizationProvider):
         recipe = None if text is None else self._recipe(op, *operands)
         asked = {name for name, value in kwargs.items() if value is not None}
         ours = asked <= {"precision", "preferred_element_type", "out_sharding", "optimize"}
-        if text is None or recipe is None or not ours:
+        if text is None or recipe is None or not ours or _contracts_nothing(text):
             return _plain(plain)(*operands, **kwargs)
         taken = operands
         if len(operands) == 2 and _is_weight(operands[0]) and not _is_weight(operands[1]):
@@ -162,6 +162,13 @@ class Provider(qwix.QuantizationProvider):
     def _can(self, recipe: Any, options: Any, *operands: Any) -> bool:
         """Whether MX takes the product; tells if not."""
         return _plain(self._left.takes)(recipe, options, *operands, where=_path())
+
+
+def _contracts_nothing(text: str) -> bool:
+    """Whether subscripts multiply elements alone, as a norm's scale does."""
+    sides, arrow, out = text.partition("->")
+    in_all = set.intersection(*map(set, sides.split(",")))
+    return bool(arrow) and in_all <= {*out}
 
 
 def _path() -> str:
