@@ -90,7 +90,14 @@ def planned(
     keep_rows = not recipe.has_windows and not layout_for_trace().is_tiled
     layout = arrangements_of(op, lhs, rhs, dimension_numbers, recipe.units, keep_rows)
     sides: Any = (("lhs", lhs, layout.lhs), ("rhs", rhs, layout.rhs))
-    dtype = _result_dtype(op, preferred, lhs, rhs)
+    floats = [x for _, x, _ in sides if not isinstance(x, MXArray)]
+    types = [float_dtype(op, name, x.dtype) for name, x, _ in sides if not isinstance(x, MXArray)]
+    if preferred is not None:
+        dtype = float_dtype(op, "preferred_element_type", preferred)
+    elif len({*types}) > 1 and not isinstance(rhs, QuantizedWeight):
+        dtype = np.dtype(jnp.result_type(*floats))
+    else:
+        dtype = (*types, np.dtype(jnp.bfloat16))[0]
     implementation_of(op, named(op), implementation)
     for name, x, side in sides:
         if isinstance(x, MXArray | QuantizedWeight):
@@ -99,18 +106,6 @@ def planned(
     if len(frozen) == 1:
         check_frozen(op, frozen[0], recipe)
     return Call(lhs, rhs, layout, recipe, dtype)
-
-
-def _result_dtype(op: str, preferred: Any, lhs: Any, rhs: Any) -> np.dtype:
-    """The type of a product's result: what is preferred, else as the types of floats promote."""
-    floats = {"lhs": lhs, "rhs": rhs}
-    floats = {name: x for name, x in floats.items() if not isinstance(x, MXArray)}
-    types = [float_dtype(op, name, x.dtype) for name, x in floats.items()]
-    if preferred is not None:
-        return float_dtype(op, "preferred_element_type", preferred)
-    if len({*types}) > 1 and not isinstance(rhs, QuantizedWeight):
-        return np.dtype(jnp.result_type(*floats.values()))
-    return (*types, np.dtype(jnp.bfloat16))[0]
 
 
 def _sizes(op: str, lhs: Any, rhs: Any, dimension_numbers: DimensionNumbers) -> list[Sizes]:
@@ -224,6 +219,10 @@ def planned_groups(
             f"{op}: lhs has {lhs.shape[0]} rows, more than int32 counts, as group_sizes are; split "
             "the rows"
         )
-    dtype = _result_dtype(op, preferred, lhs, rhs)
+    dtype = lhs.dtype
+    if preferred is not None:
+        dtype = float_dtype(op, "preferred_element_type", preferred)
+    elif not isinstance(rhs, MXArray | QuantizedWeight) and rhs.dtype != dtype:
+        dtype = np.dtype(jnp.result_type(lhs, rhs))
     implementation_of(op, named(op), implementation)
     return lhs, weight, sizes, recipe, dtype
