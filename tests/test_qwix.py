@@ -251,10 +251,10 @@ def test_a_pattern_without_a_module_is_told_once():
     rules = {"layer_0": "mxfp8", "other": None, "up": "mxfp8"}
     quantized = qwix.quantize_model(model, Provider(rules))
     told = r"'layer_0' matches no path of a module .*; there is '', 'router', 'up'"
-    with pytest.warns(UserWarning, match=told) as found:
+    with pytest.warns(UserWarning, match=told) as warned:
         quantized.apply(params, X)
         quantized.apply(params, X)
-    assert len([w for w in found if "matches no path" in str(w.message)]) == 1
+    assert len([w for w in warned if "matches no path" in str(w.message)]) == 1
 
 
 def test_a_norms_scale_is_no_product_of_a_matrix():

@@ -71,8 +71,8 @@ def quantized(
       f: a function of pytrees that returns pytrees. Leaves of its arguments that are no arrays of
         JAX, so NumPy's arrays too, are constants: products of two of them stay as they are.
       recipe: of the products, see `dot_general`. If it rounds at random, as `mxfp4_backward(key)`
-        does, each product folds a number of its own into the key. Steps of a scan round alike, and
-        so do calls with one key: make the recipe of each step's key in the function that is jitted.
+        does, each product folds a number of its own into the key. Steps of a scan and calls with
+        one key round alike: make the recipe of each step's key in the function that is jitted.
       where: the choice of products. None: all ragged ones, and dense ones without batch dimensions,
         as attention's scores have these and weights do not. A regular expression: of these, the
         products whose scope it matches somewhere. A mapping from expressions to recipes: the first

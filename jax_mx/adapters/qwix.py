@@ -28,6 +28,7 @@ from jax_mx.products.recipes import AUTO
 OP = "jax_mx.adapters.qwix.Provider"
 JITTED = ("dot", "inner", "matmul", "matvec", "vdot", "vecmat")  # products of jnp that JAX jits
 INSIDE = SimpleNamespace(**{name: getattr(jnp, name).__wrapped__ for name in JITTED})
+MATCHED = "path of a module that multiplies by its parameters"
 LETTERS = "abcdefghijlmnopqrstuvwxyz"  # of free dimensions; k is the contracted one
 
 
@@ -63,24 +64,23 @@ class Provider(qwix.QuantizationProvider):
         """The functions that stand for JAX's in the model."""
         # `x @ w` looks its function up where JAX defines it. JAX jits these, and keeps what it has
         # traced: an MX product inside would reach other callers. So inside all is as it was.
-        places = "jax.numpy", "jax._src.numpy.tensor_contractions"
+        modules = "jax.numpy", "jax._src.numpy.tensor_contractions"
         inside = {f"{__name__}.INSIDE.{name}": _plain(f) for name, f in vars(INSIDE).items()}
         return super().get_intercept_map() | {
             "jax.lax.dot_general": self.dot_general,
             "jax.numpy.einsum": self.einsum,
             "jax.lax.ragged_dot": self.ragged_dot,
-            **{f"{place}.matmul": self.matmul for place in places},
-            **{f"{place}.dot": self.dot for place in places},
+            **{f"{module}.matmul": self.matmul for module in modules},
+            **{f"{module}.dot": self.dot for module in modules},
             **inside,
         }
 
     def process_model_output(self, method_name: str, model_output: Any) -> Any:
-        """What qwix does behind a call; tells, behind the first one, patterns without a module."""
+        """Tells patterns without a module, behind the first call; then as qwix has it."""
         if not self._initial_run_complete:
             for pattern, recipe in self._recipes.items():
                 if recipe is not None and not any(re.fullmatch(pattern, p) for p in self._paths):
-                    what = "path of a module that multiplies by its parameters"
-                    self._left.tell_unmatched(pattern, what, self._paths)
+                    self._left.tell_unmatched(pattern, MATCHED, self._paths)
         return super().process_model_output(method_name, model_output)
 
     def dot_general(
