@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+import typing
 import warnings
 from pathlib import Path
 
@@ -145,6 +146,7 @@ PRODUCTS = {
     "matmul, the weight first": lambda x, w: jnp.matmul(w.T, x[None].mT)[0].T,
     "dot, three dimensions": lambda x, w: jnp.dot(x[None], w)[0],
     "a row": lambda x, w: jnp.stack([row @ w for row in x]),
+    "lax.dot": lambda x, w: jax.lax.dot(x, w),
     "tensordot": lambda x, w: jnp.tensordot(x, w, 1),
     "jit": lambda x, w: jax.jit(lambda x: x @ w)(x),
     "checkpoint": lambda x, w: jax.checkpoint(jnp.matmul)(x, w),
@@ -268,3 +270,176 @@ def test_a_norms_scale_is_no_product_of_a_matrix():
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         np.testing.assert_array_equal(model.apply(params, X), X * params["params"]["scale"])
+
+
+@jax.checkpoint
+def by_checkpoint(x, w):
+    return jnp.tanh(x @ w)
+
+
+@jax.jit
+def by_jit(x, w):
+    return jnp.tanh(x @ w)
+
+
+def by_scan(x, w):
+    return jax.lax.scan(scanned, w, x[None])[1][0]
+
+
+def scanned(w, x):
+    return w, jnp.tanh(x @ w)
+
+
+class Helped(nn.Module):
+    """A layer whose product stands in a function that JAX traces once."""
+
+    f: typing.Any
+
+    @nn.compact
+    def __call__(self, x):
+        return self.f(x, self.param("w", nn.initializers.lecun_normal(), (64, 64)))
+
+
+class Routed(nn.Module):
+    """Two layers, one of which a rule leaves alone."""
+
+    f: typing.Any
+
+    @nn.compact
+    def __call__(self, x):
+        return Helped(self.f, name="router")(Helped(self.f, name="mlp")(x))
+
+
+@pytest.mark.parametrize("f", [by_checkpoint, by_jit, by_scan])
+def test_a_trace_is_of_one_rule_and_one_provider(f):
+    model = Routed(f)
+    params = model.init(jax.random.key(0), X)
+    up, router = (params["params"][name]["w"] for name in ("mlp", "router"))
+    models = {None: model}
+    for recipe in ("mxfp8", "mxfp4"):
+        models[recipe] = qwix.quantize_model(model, Provider({"router": None, ".*": recipe}))
+    for recipe in (None, "mxfp8", "mxfp4", None, "mxfp8"):
+        y = X @ up if recipe is None else jax_mx.matmul(X, up, recipe=recipe)
+        want = jnp.tanh(jnp.tanh(y) @ router)
+        for apply in (models[recipe].apply, jax.jit(models[recipe].apply)):
+            np.testing.assert_allclose(apply(params, X), want, rtol=1e-4, atol=1e-5)
+
+
+def test_two_copies_of_a_model_of_nnx():
+    class Remat(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+        @nnx.remat
+        def __call__(self, x):
+            return self.linear(x)
+
+    model = Transformed(lambda f: f, nnx.Rngs(0))
+    model.layer = Remat()
+    kernel = model.layer.linear.kernel[...]
+    copies = {r: qwix.quantize_model(model, Provider({".*": r}), X) for r in ("mxfp8", "mxfp4")}
+    for recipe, quantized in copies.items():
+        want = jax_mx.matmul(X, kernel, recipe=recipe)
+        np.testing.assert_allclose(quantized(X), want, rtol=1e-5, atol=1e-5)
+
+
+FORMS = {
+    "transposed": lambda x, w, v: x @ w.T.astype(x.dtype),
+    "cast": lambda x, w, v: x.astype("bfloat16") @ w.astype("bfloat16").T,
+    "another shape": lambda x, w, v: x @ w.reshape(64, 64),
+    "two of a shape": lambda x, w, v: (x @ w.astype("bfloat16")) * (x @ v.astype("bfloat16")),
+}
+
+
+@pytest.mark.parametrize("way", FORMS)
+def test_forms_of_a_parameter_are_the_weight_however_jax_transforms(way):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            w, v, u = (self.param(name, nn.initializers.normal(), (64, 64)) for name in "wvu")
+            return FORMS[way](x.astype("bfloat16"), w, v).astype(jnp.float32) + 0 * u[0]
+
+    params = {"params": {name: normal((64, 64), i) / 8 for i, name in enumerate("wvu")}}
+    model = qwix.quantize_model(Layer(), Provider({".*": "mxfp8"}))
+
+    def of(model):
+        loss = lambda p: (model.apply(p, X) ** 2).mean()  # noqa: E731
+        with jax.numpy_dtype_promotion("standard"):
+            takes = jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))
+            gradients = [take(params) for take in takes]
+            return [g["params"]["w"] for g in gradients], model.apply(params, X)
+
+    (first, *others), y = of(model)
+    (floats, *_), want = of(Layer())
+    for got, exact in ((first, floats), (y, want)):
+        assert 0.01 < jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact) < 0.12
+    for gradient in others:
+        np.testing.assert_allclose(gradient, first, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_activation_with_a_parameters_shape_is_none(transform):
+    class Scores(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            q = x @ self.param("q", nn.initializers.normal(), (64, 64))
+            return q @ q.T
+
+    class Left(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return self.param("w", nn.initializers.normal(), (64, 64)) @ x
+
+    recipe = jax_mx.Recipe("mxfp8_e4m3", "mxfp4_e2m1")
+    x, w = normal((64, 64)), normal((64, 64), 1)
+    for layer, name in ((Scores, "q"), (Left, "w")):
+        model = qwix.quantize_model(layer(), Provider({".*": recipe}))
+        got = transform(model.apply)({"params": {name: w}}, x)
+        y = jax_mx.matmul(x, w, recipe=recipe)
+        want = y @ y.T if layer is Scores else jax_mx.matmul(x.T, w.T, recipe=recipe).T
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+
+
+def test_a_model_in_a_model_keeps_its_own_provider():
+    class Outer(nn.Module):
+        inner: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(64, name="head")(self.inner(x))
+
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(64, name="d")(x)
+
+    inner = qwix.quantize_model(Inner(), Provider({".*": "mxfp8"}))
+    params = Outer(Inner()).init(jax.random.key(0), X)
+    model = qwix.quantize_model(Outer(inner), Provider({"head": "mxfp4"}))
+    kernels = params["params"]["inner"]["d"]["kernel"], params["params"]["head"]["kernel"]
+    h = jax_mx.matmul(X, kernels[0], recipe="mxfp8")
+    want = jax_mx.matmul(h, kernels[1], recipe="mxfp4")
+    np.testing.assert_array_equal(model.apply(params, X), want)
+
+
+def test_numpys_float64():
+    model = qwix.quantize_model(nn.Dense(64), Provider({".*": "mxfp8"}))
+    x, w = np.asarray(X, np.float64), normal((64, 64), 1)
+    params = {"params": {"kernel": w, "bias": jnp.zeros(64)}}
+    want = jax_mx.matmul(X, w, recipe="mxfp8")
+    for apply in (model.apply, jax.jit(model.apply)):
+        np.testing.assert_array_equal(apply(params, x), want)
+
+
+def test_an_error_in_a_model_leaves_nothing_behind():
+    class Bad(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            by_jit(x, self.param("w", nn.initializers.normal(), (64, 40)))
+            raise RuntimeError("no")
+
+    params = {"params": {"w": normal((64, 40), 1)}}
+    with pytest.raises(RuntimeError, match="no"):
+        qwix.quantize_model(Bad(), Provider({".*": "mxfp8"})).apply(params, X)
+    w = params["params"]["w"]
+    np.testing.assert_allclose(by_jit(X, w), jnp.tanh(jnp.einsum("bk,kn", X, w)), atol=1e-5)
