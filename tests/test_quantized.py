@@ -290,3 +290,47 @@ def test_an_answer_may_be_numpys(answer):
     recipe = "mxfp8" if answer else "floats"
     y = jax_mx.quantized(jnp.matmul, "mxfp8", where=lambda _: answer)(X, W)
     np.testing.assert_allclose(y, jax_mx.matmul(X, W, recipe=recipe), rtol=1e-5, atol=1e-5)
+
+
+@jax.custom_vjp
+def layer(w, x):
+    return x @ w
+
+
+layer.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, dy: (r[1].T @ dy, dy @ r[0].T))
+AROUND = {
+    "nothing": layer,
+    "jit": jax.jit(layer),
+    "checkpoint": jax.checkpoint(layer),
+    "scan": lambda w, x: jax.lax.scan(lambda c, _: (layer(w, c), None), x, None, 2)[0],
+}
+
+
+@pytest.mark.parametrize("way", AROUND)
+def test_traced_keys_reach_a_derivative_of_its_own(way):
+    def loss(w):
+        return (AROUND[way](w, X) ** 2).mean()
+
+    @jax.jit
+    def gradient(key, w):
+        return jax.grad(jax_mx.quantized(loss, jax_mx.mxfp4_backward(key)))(w)
+
+    got, floats = gradient(jax.random.key(0), W), jax.grad(loss)(W)
+    assert 0.01 < jnp.linalg.norm(got - floats) / jnp.linalg.norm(floats) < 0.4
+
+
+def test_rules_that_ask_what_moves():
+    equinox = pytest.importorskip("equinox")
+
+    @equinox.filter_custom_vjp
+    def f(w, x):
+        return x @ w
+
+    f.def_fwd(lambda perturbed, w, x: (x @ w, None))
+    f.def_bwd(lambda residuals, dy, perturbed, w, x: x.T @ dy)
+
+    def loss(w):
+        return (f(w, X) ** 2).mean()
+
+    got, floats = jax.grad(jax_mx.quantized(loss, "mxfp8"))(W), jax.grad(loss)(W)
+    assert 0.01 < jnp.linalg.norm(got - floats) / jnp.linalg.norm(floats) < 0.1

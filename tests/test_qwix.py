@@ -315,7 +315,7 @@ def test_a_trace_is_of_one_rule_and_one_provider(f):
     model = Routed(f)
     params = model.init(jax.random.key(0), X)
     up, router = (params["params"][name]["w"] for name in ("mlp", "router"))
-    models = {None: model}
+    models: dict[str | None, nn.Module] = {None: model}
     for recipe in ("mxfp8", "mxfp4"):
         models[recipe] = qwix.quantize_model(model, Provider({"router": None, ".*": recipe}))
     for recipe in (None, "mxfp8", "mxfp4", None, "mxfp8"):

@@ -349,6 +349,11 @@ def test_types_promote_as_in_jax(types):
         f = functools.partial(jax_mx.ragged_dot, recipe="mxfp8", **preferred)
         return jax.vjp(lambda x, w: f(x, w, sizes), x, w)
 
+    for recipe in ("mxfp8", "floats"):  # also where promotion is strict, as here
+        for fallback in (None, "floats"):
+            y = jax_mx.ragged_dot(x, w, sizes, recipe=recipe, fallback=fallback)
+            assert y.dtype == jnp.float32
+    assert jax_mx.ragged_dot(x[:, :40], w[:, :40], sizes, fallback="floats").dtype == jnp.float32
     with jax.numpy_dtype_promotion("standard"):
         y, pull = value_and_gradients(x, w)
         assert y.dtype == jax.lax.ragged_dot(x, w, sizes).dtype == jnp.float32

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import re
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -82,8 +83,9 @@ def quantized(
 
     Returns:
       A function like f. A chosen product that MX cannot take stays in floats, and a warning says
-      why, once. A custom derivative (`jax.custom_vjp`, `jax.custom_jvp`) stays, and its products
-      become MX, too. A `jax.custom_jvp` then serves reverse mode alone.
+      why, once. A custom derivative (`jax.custom_vjp`, `jax.custom_jvp`) of a function that has a
+      chosen product stays, and its products become MX, too, by the recipe's forward formats. A
+      `jax.custom_jvp` then serves reverse mode alone.
 
     Raises:
       TypeError: f is no function, or the recipe or `where` is of another type.
@@ -164,12 +166,14 @@ class _Rewrite(NamedTuple):
       left: tells what stays in floats.
       known: the recipes of equations, by identity and scope; it keeps the equations alive.
       numbers: of products, which keys of a recipe fold in.
+      keyed: what stands for a traced key of a recipe, by its identity.
     """
 
     choice: Callable[[Candidate], Any]
     left: Left
     known: dict[tuple[int, str], tuple[Any, Any]]
     numbers: Iterator[int]
+    keyed: Mapping[int, Any] = types.MappingProxyType({})
 
     def applied(self, f: Callable[..., Any], scope: str, *args: Any, **kwargs: Any) -> Any:
         """The result of f, of this scope, with its products in MX."""
@@ -219,8 +223,10 @@ class _Rewrite(NamedTuple):
     def equation(self, equation: Any, inputs: Sequence[Any], scope: str) -> Sequence[Any]:
         """The results of an equation."""
         if (recipe := self.recipe_of(equation, scope)) is not None:
-            has_keys = isinstance(recipe, Recipe) and jax.tree.leaves(recipe)
-            recipe = recipe.fold_in(next(self.numbers)) if has_keys else recipe
+            if keys := _keys_in(recipe):
+                values = [self.keyed.get(id(key), key) for key in keys]
+                recipe = jax.tree.unflatten(jax.tree.structure(recipe), values)
+                recipe = recipe.fold_in(next(self.numbers))
             return [_product(equation, inputs, recipe)]
         if self.has_product(equation, scope):
             name = equation.primitive.name
@@ -228,6 +234,11 @@ class _Rewrite(NamedTuple):
                 return INSIDE[name](self, equation, inputs, scope)
             self.left.tell(f"what {name!r} computes", "it is not entered")
         return _bound(equation, inputs)
+
+    def keys(self) -> list[Any]:
+        """The traced keys of the recipes that were chosen up to now."""
+        leaves = (key for _, recipe in self.known.values() for key in _keys_in(recipe))
+        return [*{id(key): key for key in leaves if isinstance(key, jax.core.Tracer)}.values()]
 
     def recipe_of(self, equation: Any, scope: str) -> Any:
         """The recipe that an equation's product becomes MX by; None: it does not."""
@@ -286,6 +297,10 @@ class _Rewrite(NamedTuple):
             for inner in jaxpr.eqns
             for here in [f"{scope}/{inner.source_info.name_stack}".strip("/")]
         )
+
+
+def _keys_in(recipe: Any) -> list[Any]:
+    return jax.tree.leaves(recipe) if isinstance(recipe, Recipe) else []
 
 
 def _is_literal(atom: Any) -> bool:
@@ -433,18 +448,26 @@ def _with_derivative(
     JAX differentiates the equation as its author wrote it; the jaxprs of that derivative's forward
     and backward parts hold plain products, which become MX.
     """
-    # JAX refuses a derivative by what a function closes over: it is by what moves alone, which
-    # JAX tells outside of shard_map.
-    closes = equation.primitive.name == "custom_vjp_call" and bool(equation.params["num_consts"])
+    # JAX refuses a derivative by what a function closes over, and rules may ask what moves: so it
+    # is by what moves alone, which JAX tells outside of shard_map.
+    params = equation.params
+    by_moved = bool(equation.primitive.name == "custom_vjp_call" and params["num_consts"])
+    by_moved = by_moved or params.get("symbolic_zeros") is True
+    keys = rewrite.keys()
+
+    # Rules must close over no traced key, so keys are arguments.
+    def with_keys(values: Sequence[Any]) -> _Rewrite:
+        return rewrite._replace(keyed=dict(zip(map(id, keys), values, strict=True)))
 
     @jax.custom_vjp
-    def call(*args: Any) -> Any:
-        return tuple(_call(rewrite, equation, args, scope))
+    def call(values: Sequence[Any], *args: Any) -> Any:
+        return tuple(_call(with_keys(values), equation, args, scope))
 
-    def forward(*primals: Any) -> Any:
-        args = [p.value for p in primals] if closes else [*primals]
+    def forward(values: Sequence[Any], *primals: Any) -> Any:
+        args = [p.value for p in primals] if by_moved else [*primals]
+        values = [v.value for v in values] if by_moved else values
         moved = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in args]
-        if closes:
+        if by_moved:
             moved = [p.perturbed and is_float for p, is_float in zip(primals, moved, strict=True)]
 
         def of_args(*args: Any) -> Any:
@@ -456,18 +479,20 @@ def _with_derivative(
 
             return jax.vjp(of_moved, *itertools.compress(args, moved))
 
-        results, pull = rewrite.applied(of_args, scope, *args)
+        results, pull = with_keys(values).applied(of_args, scope, *args)
         # Marks of what is moved lie in the tree, which is static.
-        return results, (pull, [() if is_moved else None for is_moved in moved])
+        return results, (pull, [() if is_moved else None for is_moved in moved], values)
 
     def backward(kept: Any, dy: Any) -> Any:
-        pull, moved = kept
+        pull, moved, values = kept
         dy = tuple(_zeros(y) for y in dy)
-        leaves = iter(rewrite.applied(lambda pull, dy: pull(dy), scope, pull, dy))
-        return tuple(None if mark is None else next(leaves) for mark in moved)
+        results = with_keys(values).applied(lambda pull, dy: pull(dy), scope, pull, dy)
+        leaves = iter(results)
+        by_args = [None if mark is None else next(leaves) for mark in moved]
+        return [None] * len(values), *by_args
 
-    call.defvjp(forward, backward, symbolic_zeros=closes)
-    return call(*inputs)
+    call.defvjp(forward, backward, symbolic_zeros=by_moved)
+    return call([rewrite.keyed.get(id(key), key) for key in keys], *inputs)
 
 
 def _zeros(y: Any) -> Any:

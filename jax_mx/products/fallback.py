@@ -70,11 +70,11 @@ def plain_operands(
         raise error
     try:
         arrays = [jnp.asarray(x) for x in operands]
+        if fallback == "floats" or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+            return Plain(arrays, None)
         dtype = jnp.result_type(*arrays)
     except (TypeError, ValueError, AssertionError):  # keys, and what JAX has no dtype for
         raise error from None
-    if fallback == "floats" or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
-        return Plain(arrays, None)
     return Plain([x.astype(jnp.bfloat16) for x in arrays], dtype)
 
 
@@ -84,6 +84,8 @@ def as_floats(*operands: Any) -> list[jax.Array]:
     An `MXArray` becomes floats of the others' type; of bfloat16 where there is none.
     """
     plain = [x.floats if isinstance(x, QuantizedWeight) else x for x in map(held, operands)]
+    if not any(isinstance(x, MXArray) for x in plain):
+        return [*map(jnp.asarray, plain)]
     types = [jnp.asarray(x).dtype for x in plain if not isinstance(x, MXArray)]
     dtype = jnp.result_type(*types) if types else jnp.bfloat16
     return [dequantize(x, dtype) if isinstance(x, MXArray) else jnp.asarray(x) for x in plain]

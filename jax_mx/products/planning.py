@@ -223,6 +223,7 @@ def planned_groups(
     if preferred is not None:
         dtype = float_dtype(op, "preferred_element_type", preferred)
     elif not isinstance(rhs, MXArray | QuantizedWeight) and rhs.dtype != dtype:
-        dtype = np.dtype(jnp.result_type(lhs, rhs))
+        with jax.numpy_dtype_promotion("standard"):  # as in jax.lax.ragged_dot
+            dtype = np.dtype(jnp.result_type(lhs, rhs))
     implementation_of(op, named(op), implementation)
     return lhs, weight, sizes, recipe, dtype
