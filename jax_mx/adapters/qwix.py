@@ -51,12 +51,12 @@ class Provider(qwix.QuantizationProvider):
         provider = Provider({r"layers/.*": "mxfp8"})
         model = qwix.quantize_model(model, provider)  # of nnx: ..., provider, *inputs)
 
-    It replaces `x @ w`, `jnp.matmul`, `jnp.dot`, `jnp.einsum`, `jax.lax.dot`,
-    `jax.lax.dot_general` and `jax.lax.ragged_dot` in modules whose path a pattern matches, where an
-    operand is made of the module's parameters alone: so attention's scores stay in floats. That
-    operand is the recipe's rhs, the weight, on whichever side it stands. A product that MX cannot
-    take stays in floats, and a warning says why, once. Another tells a pattern that no module of
-    the first call matches.
+    It stands for `x @ w`, `jnp.matmul`, `jnp.dot`, `jnp.einsum`, `jax.lax.dot`,
+    `jax.lax.dot_general` and `jax.lax.ragged_dot` in modules whose path a pattern matches. A
+    product becomes MX where one operand is made of the module's parameters alone: attention's
+    scores stay in floats. That operand is the recipe's rhs, the weight, on whichever side it
+    stands. A product that MX cannot take stays in floats, and a warning says why, once. Another
+    tells a pattern that no module of the first call matches.
 
     Outside of `jit` a cast, a transpose or another shape of a parameter counts, and not a slice. In
     a function of `jax.jit` or `jax.checkpoint` that gets its operands from the module, all that has

@@ -15,8 +15,8 @@ def is_weight(x: Any, module: linen.Module | nnx.Module) -> bool:
     """Whether an operand is a parameter of a module, or made of its parameters alone.
 
     JAX's traces tell it in functions of jit, whatever made the operand. Elsewhere a cast, a
-    transpose or another shape of a parameter counts, and in a function that gets its operands from
-    the module, all that has the shape of a parameter.
+    transpose or another shape of a parameter counts. In a function that gets its operands from the
+    module, all that has the shape of a parameter counts.
     """
     params = [*map(_inmost, _params(module))]
     x = _inmost(x)
@@ -25,10 +25,8 @@ def is_weight(x: Any, module: linen.Module | nnx.Module) -> bool:
     if not isinstance(x, jax.core.Tracer):
         arrays = (param for param in params if not isinstance(param, jax.core.Tracer))
         return any(_is_form(x, param) for param in arrays)
-    made = _is_made_of(x, params) if hasattr(x, "parent") else None
-    if made is None:
-        return any(x.shape == param.shape for param in params)
-    return made
+    answer = _is_made_of(x, params) if hasattr(x, "parent") else None
+    return any(x.shape == param.shape for param in params) if answer is None else answer
 
 
 def array_of(x: Any) -> Any:
