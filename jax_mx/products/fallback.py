@@ -70,11 +70,12 @@ def plain_operands(
         raise error
     try:
         arrays = [jnp.asarray(x) for x in operands]
-        if fallback == "floats" or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
-            return Plain(arrays, None)
-        dtype = jnp.result_type(*arrays)
+        with jax.numpy_dtype_promotion("standard"):  # JAX says what it refuses
+            dtype = jnp.result_type(*arrays)
     except (TypeError, ValueError, AssertionError):  # keys, and what JAX has no dtype for
         raise error from None
+    if fallback == "floats" or not all(jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
+        return Plain(arrays, None)
     return Plain([x.astype(jnp.bfloat16) for x in arrays], dtype)
 
 
