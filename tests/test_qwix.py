@@ -1,5 +1,6 @@
 """qwix chooses modules of flax models by their paths, and their products become MX."""
 
+import copy
 import re
 import textwrap
 import typing
@@ -443,3 +444,27 @@ def test_an_error_in_a_model_leaves_nothing_behind():
         qwix.quantize_model(Bad(), Provider({".*": "mxfp8"})).apply(params, X)
     w = params["params"]["w"]
     np.testing.assert_allclose(by_jit(X, w), jnp.tanh(jnp.einsum("bk,kn", X, w)), atol=1e-5)
+
+
+def test_parameters_in_lists_and_copies_of_providers():
+    class Lists(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Param(normal((64, 64), i) / 8) for i in range(2)])
+            self.out = nnx.Dict(w=nnx.Param(normal((64, 48), 3) / 8))
+
+        def __call__(self, x):
+            for w in self.layers:
+                x = jnp.tanh(by_jit(x, w[...]))
+            return x @ self.out["w"]
+
+    model = Lists()
+    provider = Provider({".*": "mxfp8"})
+    want = X
+    for w in model.layers:
+        want = jnp.tanh(jnp.tanh(jax_mx.matmul(want, w[...], recipe="mxfp8")))
+    want = jax_mx.matmul(want, model.out["w"][...], recipe="mxfp8")
+    for one in (provider, copy.deepcopy(provider)):
+        y = qwix.quantize_model(model, one, X)(X)
+        np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+    floats = jnp.tanh(jnp.einsum("bk,kn", X, model.layers[0][...]))
+    np.testing.assert_allclose(by_jit(X, model.layers[0][...]), floats, atol=1e-5)

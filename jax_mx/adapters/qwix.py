@@ -79,10 +79,10 @@ class Provider(qwix.QuantizationProvider):
         self._left, self._paths = Left(OP), set[str]()
         self.number = next(NUMBERS)
         super().__init__([qwix.QuantizationRule(module_path=path) for path in self.recipes])
-        PROVIDERS[id(self)] = self
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
         """The functions that stand for JAX's in the model."""
+        PROVIDERS[id(self)] = self  # a copy, too
         # `x @ w` looks its function up where JAX defines it. JAX jits these, and keeps what it has
         # traced: an MX product inside would reach other callers. So inside all is as it was.
         modules = "jax.numpy", "jax._src.numpy.tensor_contractions"

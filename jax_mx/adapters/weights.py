@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,9 +39,20 @@ def array_of(x: Any) -> Any:
 def _params(module: linen.Module | nnx.Module) -> list[Any]:
     """The arrays that are a module's own parameters."""
     if isinstance(module, nnx.Module):
-        return [v.get_raw_value() for v in vars(module).values() if isinstance(v, nnx.Param)]
+        return [*_raw_values(vars(module).values())]
     tree = module.variables.get("params", {})
     return [linen.meta.unbox(x) for x in tree.values() if not isinstance(x, dict)]
+
+
+def _raw_values(attributes: Iterable[Any]) -> Iterator[Any]:
+    """The arrays of parameters, also of those in lists and dictionaries."""
+    for value in attributes:
+        if isinstance(value, nnx.Param):
+            yield value.get_raw_value()
+        elif isinstance(value, list | tuple | nnx.List):
+            yield from _raw_values(value)
+        elif isinstance(value, dict | nnx.Dict):
+            yield from _raw_values(value.values())
 
 
 def _inmost(x: Any) -> Any:
