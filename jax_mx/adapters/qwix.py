@@ -33,12 +33,13 @@ from jax_mx.launch.private import is_lowering
 from jax_mx.products.dot_general import dot_general, einsum, with_weight_first
 from jax_mx.products.planning import swapped_numbers
 from jax_mx.products.ragged_dot import ragged_dot
-from jax_mx.products.recipes import AUTO
+from jax_mx.products.recipes import AUTO, Recipe
 
 OP = "jax_mx.adapters.qwix.Provider"
 JITTED = ("dot", "inner", "matmul", "matvec", "vdot", "vecmat")  # products of jnp that JAX jits
 INSIDE = SimpleNamespace(**{name: getattr(jnp, name).__wrapped__ for name in JITTED})
-NUMBERS = itertools.count()  # of providers
+NUMBERS = itertools.count()  # of providers whose recipes have keys
+PATHS: dict[Any, set[str]] = {}  # of modules that multiplied, by provider and type of the model
 CONTEXT = jax.make_user_context(None)  # the provider that computes, and its rule
 RUNNING = threading.local()  # what to leave behind each call of a model
 MATCHED = "path of a module that has multiplied by its parameters up to now"
@@ -76,8 +77,11 @@ class Provider(qwix.QuantizationProvider):
     def __init__(self, rules: Rules | None = None):
         rules = {".*": AUTO} if rules is None else rules
         self.recipes = {pattern.pattern: recipe for pattern, recipe in rules_of(OP, rules).items()}
+        # Equal rules share traces.
+        self.identity = tuple(self.recipes.items())
+        if any(isinstance(recipe, Recipe) and jax.tree.leaves(recipe) for recipe in rules.values()):
+            self.identity = next(NUMBERS)  # keys are equal to none
         self._left, self._paths = Left(OP), set[str]()
-        self.number = next(NUMBERS)
         super().__init__([qwix.QuantizationRule(module_path=path) for path in self.recipes])
 
     def get_intercept_map(self) -> dict[str, Callable[..., Any]]:
@@ -96,6 +100,12 @@ class Provider(qwix.QuantizationProvider):
             **{f"{module}.dot": self.dot for module in modules},
             **inside,
         }
+
+    def process_model_inputs(self, model: Any, model_args: Any, model_kwargs: Any) -> Any:
+        """Finds the paths that were met before, as a trace that is kept meets none."""
+        plain = getattr(type(model), "_unquantized_type", type(model))
+        self._paths = PATHS.setdefault((self.identity, plain), set())
+        return super().process_model_inputs(model, model_args, model_kwargs)
 
     def process_model_output(self, method_name: str, model_output: Any) -> Any:
         """Tells patterns without a module, behind the first call; then as qwix has it."""
@@ -208,10 +218,10 @@ def _apart(provider: Provider) -> Iterator[None]:
     def call(next_call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         path = "/".join(map(str, context.module.path))
         rules = (p for p in provider.recipes if re.fullmatch(p, path))
-        with CONTEXT((outer, provider.number, next(rules, None))):
+        with CONTEXT((outer, provider.identity, next(rules, None))):
             return next_call(*args, **kwargs)
 
-    with CONTEXT((outer, provider.number, None)), linen.intercept_methods(call):
+    with CONTEXT((outer, provider.identity, None)), linen.intercept_methods(call):
         yield
 
 
