@@ -468,3 +468,43 @@ def test_parameters_in_lists_and_copies_of_providers():
         np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
     floats = jnp.tanh(jnp.einsum("bk,kn", X, model.layers[0][...]))
     np.testing.assert_allclose(by_jit(X, model.layers[0][...]), floats, atol=1e-5)
+
+
+def test_parameters_of_numpy_in_lists_and_on_explicit_meshes():
+    class Lists(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("w", lambda _: [normal((64, 64), 1)])[0]
+
+    want = jax_mx.matmul(X, normal((64, 64), 1), recipe="mxfp8")
+    for model, params in (
+        (Lists(), {"w": [normal((64, 64), 1)]}),
+        (nn.Dense(64, use_bias=False), {"kernel": np.asarray(normal((64, 64), 1))}),
+    ):
+        quantized = qwix.quantize_model(model, Provider({".*": "mxfp8"}))
+        for apply in (quantized.apply, jax.jit(quantized.apply)):
+            np.testing.assert_allclose(apply({"params": params}, X), want, rtol=1e-5, atol=1e-5)
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=explicit, devices=jax.devices("cpu")[:8])
+    spec = jax.sharding.PartitionSpec
+    dense = nn.Dense(256, use_bias=False)
+    model = qwix.quantize_model(dense, Provider({".*": "mxfp8"}))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(normal((256, 256), 1), jax.NamedSharding(mesh, spec(None, "m")))
+        x = jax.device_put(normal((256, 256)), jax.NamedSharding(mesh, spec("d", None)))
+        y = model.apply({"params": {"kernel": w}}, x)
+    want = jax_mx.matmul(normal((256, 256)), normal((256, 256), 1), recipe="mxfp8")
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-3)
+
+
+def test_a_batch_that_is_closed_over_is_no_parameter():
+    class Scores(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = x @ self.param("w", nn.initializers.normal(), (64, 64))
+            return y @ y.T
+
+    params = {"params": {"w": normal((64, 64), 1)}}
+    model = qwix.quantize_model(Scores(), Provider({".*": "mxfp8"}))
+    got = jax.jit(lambda params: model.apply(params, X))(params)
+    np.testing.assert_allclose(got, jax.jit(model.apply)(params, X), rtol=1e-5, atol=1e-4)

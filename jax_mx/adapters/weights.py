@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
+from jax_mx.launch.private import ShardingTypeError
+
 
 def is_weight(x: Any, module: linen.Module | nnx.Module) -> bool:
     """Whether an operand is a parameter of a module, or made of its parameters alone.
@@ -41,7 +43,8 @@ def _params(module: linen.Module | nnx.Module) -> list[Any]:
     if isinstance(module, nnx.Module):
         return [*_raw_values(vars(module).values())]
     tree = module.variables.get("params", {})
-    return [linen.meta.unbox(x) for x in tree.values() if not isinstance(x, dict)]
+    own = [linen.meta.unbox(x) for x in tree.values() if not isinstance(x, dict)]
+    return [x for x in jax.tree.leaves(own) if hasattr(x, "shape")]
 
 
 def _raw_values(attributes: Iterable[Any]) -> Iterator[Any]:
@@ -68,7 +71,7 @@ def _inmost(x: Any) -> Any:
 
 
 def _is_made_of(x: Any, params: Sequence[Any]) -> bool | None:
-    """Whether a value of a traced function depends on parameters and constants alone.
+    """Whether a value of a traced function depends on parameters and numbers alone.
 
     None: it depends on an argument of the function, and the parameters are of another one.
     """
@@ -85,6 +88,8 @@ def _is_made_of(x: Any, params: Sequence[Any]) -> bool | None:
             has_param = True
         elif parent is not None:
             left += parent.in_tracers
+        elif const is not None and jnp.size(const) > 1:  # perhaps a batch
+            return False
         elif const is None:  # an argument
             traces = (getattr(param, "_trace", None) for param in params)
             return False if any(value._trace is trace for trace in traces) else None
@@ -95,9 +100,12 @@ def _is_form(x: Any, param: Any) -> bool:
     """Whether an array is a parameter, cast, transposed or in another shape."""
     if x.size != param.size or not jnp.issubdtype(x.dtype, jnp.floating):
         return False
-    if not (getattr(x, "is_fully_addressable", True) and param.is_fully_addressable):
+    if not all(getattr(array, "is_fully_addressable", True) for array in (x, param)):
         return x.shape == param.shape
-    with jax.ensure_compile_time_eval():
-        flat = jnp.ravel(x)
-        forms = (param, param.mT) if param.ndim > 1 else (param,)
-        return any(bool((flat == jnp.ravel(form).astype(x.dtype)).all()) for form in forms)
+    try:
+        with jax.ensure_compile_time_eval():
+            flat, param = jnp.ravel(x), jnp.asarray(param)
+            forms = (param, param.mT) if param.ndim > 1 else (param,)
+            return any(bool((flat == jnp.ravel(form).astype(x.dtype)).all()) for form in forms)
+    except ShardingTypeError:  # of a mesh with explicit axes
+        return x.shape == param.shape
