@@ -474,7 +474,7 @@ def test_parameters_of_numpy_in_lists_and_on_explicit_meshes():
     class Lists(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return x @ self.param("w", lambda _: [normal((64, 64), 1)])[0]
+            return x @ self.param("w", lambda _, shape: [normal(shape, 1)], (64, 64))[0]
 
     want = jax_mx.matmul(X, normal((64, 64), 1), recipe="mxfp8")
     for model, params in (
