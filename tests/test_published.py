@@ -396,13 +396,13 @@ def test_nothing_is_read_for_what_does_not_fit(tmp_path, monkeypatch):
     other = jax.ShapeDtypeStruct((2,), jnp.float32)
     where = NamedSharding(jax.make_mesh((3,), "n", devices=jax.devices("cpu")[:3]), P("n"))
     monkeypatch.setattr(reading.Files, "_copied", lambda *_: pytest.fail("it is read"))
-    for like, why in (
+    for expected, why in (
         ({name: good, "more": other}, "the file has no 'more'"),
         ({}, "which is not expected"),
         ({name: other}, "is an MXArray, expected is an array"),
         (lambda *_: where, "cannot be split so"),
     ):
-        assert_refused(lambda like=like: load(folder, like=like), ValueError, why)
+        assert_refused(lambda expected=expected: load(folder, like=expected), ValueError, why)
 
 
 def test_a_part_that_several_devices_have_is_read_once(tmp_path, capsys):

@@ -120,8 +120,7 @@ class Provider(qwix.QuantizationProvider):
     ) -> jax.Array:
         """jax.lax.dot_general as a rule has it."""
         lhs, rhs = map(array_of, (lhs, rhs))
-        recipe = self._recipe("dot_general", lhs, rhs)
-        swaps = recipe is not None and _is_weight(lhs) and not _is_weight(rhs)
+        recipe, swaps = self._recipe("dot_general", lhs, rhs)
         numbers = swapped_numbers(dimension_numbers) if swaps else dimension_numbers
         if recipe is None or not self._can(recipe, numbers, *((rhs, lhs) if swaps else (lhs, rhs))):
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, *args, **kwargs)
@@ -162,7 +161,7 @@ class Provider(qwix.QuantizationProvider):
     ) -> jax.Array:
         """jax.lax.ragged_dot as a rule has it; rhs counts as weights."""
         lhs, rhs = map(array_of, (lhs, rhs))
-        recipe = self._recipe("ragged_dot", lhs, rhs, is_weight=True)
+        recipe, _ = self._recipe("ragged_dot", lhs, rhs, is_weight=True)
         if recipe is None or not self._can(recipe, group_sizes, lhs, rhs):
             return jax.lax.ragged_dot(lhs, rhs, group_sizes, *args, **kwargs)
         return _plain(ragged_dot)(lhs, rhs, group_sizes, *args, recipe=recipe, **kwargs)
@@ -177,13 +176,13 @@ class Provider(qwix.QuantizationProvider):
     ) -> jax.Array:
         """A product that subscripts of einsum say, or what is plain, if they are None or others."""
         operands = [*map(array_of, operands)]
-        recipe = None if text is None else self._recipe(op, *operands)
+        recipe, swaps = (None, False) if text is None else self._recipe(op, *operands)
         asked = {name for name, value in kwargs.items() if value is not None}
         ours = asked <= {"precision", "preferred_element_type", "out_sharding", "optimize"}
         if text is None or recipe is None or not ours or _contracts_nothing(text):
             return plain(*operands, **kwargs)
         taken = operands
-        if len(operands) == 2 and _is_weight(operands[0]) and not _is_weight(operands[1]):
+        if len(operands) == 2 and swaps:
             sides, arrow, out = text.partition("->")
             text, taken = ",".join(reversed(sides.split(","))) + arrow + out, operands[::-1]
         if not self._can(recipe, text, *taken):
@@ -191,15 +190,21 @@ class Provider(qwix.QuantizationProvider):
         options = {name: kwargs[name] for name in asked - {"optimize"}}
         return _plain(einsum)(text, *taken, recipe=recipe, **options)
 
-    def _recipe(self, op: str, *operands: Any, is_weight: bool = False) -> Any:
-        """The recipe of a product in the module that computes; None: it stays in floats."""
+    def _recipe(self, op: str, *operands: Any, is_weight: bool = False) -> tuple[Any, bool]:
+        """The recipe of a product in the module that computes, and whether the weight is lhs alone.
+
+        None: it stays in floats.
+        """
         if is_lowering():  # what JAX, or jax_mx, makes of a product that was traced before
-            return None
+            return None, False
         rule, _ = self._get_current_rule_and_op_id(op)
-        if not all(map(is_float, operands)) or not (is_weight or any(map(_is_weight, operands))):
-            return None
+        if not all(map(is_float, operands)):
+            return None, False
+        weights = [is_weight or _is_weight(operand) for operand in operands]
+        if not any(weights):
+            return None, False
         self._paths.add(_path())
-        return None if rule is None else self.recipes[rule.module_path]
+        return rule and self.recipes[rule.module_path], weights[0] and not any(weights[1:])
 
     def _can(self, recipe: Any, options: Any, *operands: Any) -> bool:
         """Whether MX takes the product; tells if not."""

@@ -43,8 +43,8 @@ def _params(module: linen.Module | nnx.Module) -> list[Any]:
     if isinstance(module, nnx.Module):
         return [*_raw_values(vars(module).values())]
     tree = module.variables.get("params", {})
-    own = [linen.meta.unbox(x) for x in tree.values() if not isinstance(x, dict)]
-    return [x for x in jax.tree.leaves(own) if hasattr(x, "shape")]
+    params = [linen.meta.unbox(x) for x in tree.values() if not isinstance(x, dict)]
+    return [x for x in jax.tree.leaves(params) if hasattr(x, "shape")]
 
 
 def _raw_values(attributes: Iterable[Any]) -> Iterator[Any]:
